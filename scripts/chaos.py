@@ -1,14 +1,10 @@
 """Chaos test: the proxy under load while instances, store and clients fail at random.
 
     .venv/bin/python scripts/chaos.py --seconds 60 --seed 1
-    .venv/bin/python scripts/chaos.py --kill-every 5 --concurrency 200 --seconds 120
 
 It starts fake instances, a store and `epd serve`, each in a process. It sends requests, injects
 faults, and checks every response. It ends with a report. The exit code is 1 if a request was lost,
 a response was wrong, an error was not excused by an active fault, or a resource was leaked.
-
-With --kill-every, the only fault is that one instance of each role is killed and restarted
-repeatedly. Then only requests with a response that had begun may fail.
 
 With --workers, several processes serve, and all but the first are killed, each about once in 45 s.
 Only the requests that the worker had accepted may fail with it. The invariants are checked in each
@@ -31,15 +27,7 @@ import aiohttp
 from epd.routing.instances import Role
 from epd.tools.up.ports import free_ports
 from epd.tools.up.settings import Topology
-from scripts.chaos_faults import (
-    Faults,
-    excused,
-    excused_by_a_kill,
-    kill_workers,
-    kills,
-    plan,
-    storm,
-)
+from scripts.chaos_faults import Faults, kill_workers, plan, storm
 from scripts.chaos_fleet import DiskStore, Instance, RedisStore
 from scripts.chaos_load import MAX_BODY_BYTES, Clients, Line, Questions, ask
 from scripts.chaos_proxy import Proxy, answered, kills_of_workers, not_asked_by, under_way
@@ -178,9 +166,7 @@ async def run(args: argparse.Namespace, folder: Path) -> Figures:
         await weather(args, stand, clients, faults)
         left = await remains(stand, clients, fds)
         left = replace(left, processes=stand.proxy.stop(), surprises=stand.proxy.surprises())
-        excuse = excused_by_a_kill if args.kill_every else excused
-        cuts = stand.proxy.cuts
-        return figures(Seen(clients.outcomes, faults.seen, cuts, stand.memory, left), excuse)
+        return figures(Seen(clients.outcomes, faults.seen, stand.proxy.cuts, stand.memory, left))
 
 
 async def weather(args: argparse.Namespace, stand: Stand, clients: Clients, faults: Faults) -> None:
@@ -192,14 +178,10 @@ async def weather(args: argparse.Namespace, stand: Stand, clients: Clients, faul
         rng = random.Random(args.seed)  # noqa: S311 - a schedule, no secret
         workers = kills_of_workers(stand.proxy.killable, rng, args.seconds)
         group.create_task(kill_workers(faults, workers))
-        if args.kill_every:
-            group.create_task(kills(faults, stand.instances, args.kill_every, until))
-            group.create_task(clients.run(args.concurrency, until, clients.questions.plain))
-        else:
-            rng = random.Random(args.seed)  # noqa: S311 - a schedule, no secret
-            planned = plan((*stand.instances, stand.store), rng, args.seconds)
-            group.create_task(storm(faults, planned))
-            group.create_task(clients.run(args.concurrency, until, clients.questions.any))
+        rng = random.Random(args.seed)  # noqa: S311 - a schedule, no secret
+        planned = plan((*stand.instances, stand.store), rng, args.seconds)
+        group.create_task(storm(faults, planned))
+        group.create_task(clients.run(args.concurrency, until))
 
 
 async def remains(stand: Stand, clients: Clients, fds: Mapping[str, int]) -> Left:
@@ -287,12 +269,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--store", choices=("file", "redis"), default="file")
     parser.add_argument(
         "--workers", type=int, default=1, help="serving processes; all but the first are killed"
-    )
-    parser.add_argument(
-        "--kill-every",
-        type=float,
-        metavar="SECONDS",
-        help="kill one of each role at this interval, only",
     )
     parser.add_argument(
         "--token-s", type=float, default=0.03, help="seconds per word of a response"

@@ -5,7 +5,7 @@ import base64
 import hashlib
 import random
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from io import BytesIO
@@ -232,19 +232,17 @@ class Clients:
     questions: Questions
     outcomes: list[Outcome] = field(default_factory=list)
 
-    async def run(
-        self, count: int, until: asyncio.Event, next_question: Callable[[], Question]
-    ) -> None:
+    async def run(self, count: int, until: asyncio.Event) -> None:
         """Send requests with `count` concurrent clients until the event is set."""
         async with asyncio.TaskGroup() as group:
             for _ in range(count):
-                group.create_task(self._client(until, next_question))
+                group.create_task(self._client(until))
 
-    async def _client(self, until: asyncio.Event, next_question: Callable[[], Question]) -> None:
+    async def _client(self, until: asyncio.Event) -> None:
         line = Line()
         async with line.session() as http:
             while not until.is_set():
-                outcome = await ask(http, self.url, next_question(), line)
+                outcome = await ask(http, self.url, self.questions.any(), line)
                 self.outcomes.append(outcome)
                 if outcome.result == "error":
                     await asyncio.sleep(0.05)  # a rejected client does not retry at once

@@ -2,12 +2,12 @@
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import orjson
 
-from scripts.chaos_faults import Fault, cut_by, had_another
+from scripts.chaos_faults import Fault, cut_by, excused
 from scripts.chaos_load import Outcome
 from scripts.chaos_proxy import Cut
 
@@ -20,7 +20,6 @@ SLOPE_FROM_S = 300.0
 MAX_SLOPE = 1.0
 EXAMPLES = 10
 
-Excuse = Callable[[Outcome, Iterable[Fault]], bool]
 Sample = tuple[float, Mapping[tuple[str, int], float]]
 """Time in seconds, and the memory of each process of the proxy in MB, by name and pid."""
 
@@ -92,7 +91,6 @@ class Figures:
     lost: int
     misshapen: int
     not_excused: int
-    had_another: int
     memory: Mapping[str, Memory]
     left: Left
     examples: Sequence[str]
@@ -135,7 +133,6 @@ class Figures:
             "lost requests": self.lost,
             "answers not in OpenAI's shape": self.misshapen,
             "errors that no fault excuses": self.not_excused,
-            "errors though each role had a sound instance": self.had_another,
             "memory, start and end": _each(self.memory),
             "descriptors, start and end": _each(
                 {name: f"{first}, {last}" for name, (first, last) in self.left.fds.items()}
@@ -174,19 +171,13 @@ class Seen:
     left: Left
 
 
-def figures(seen: Seen, excuse: Excuse) -> Figures:
-    """Return the report of a run.
-
-    Args:
-        seen: observations of the run.
-        excuse: function that decides whether faults excuse an error.
-    """
+def figures(seen: Seen) -> Figures:
+    """Return the report of a run, from its observations."""
     outcomes, faults = seen.outcomes, seen.faults
     results = Counter(outcome.result for outcome in outcomes)
     errors = [outcome for outcome in outcomes if outcome.result in {"error", "broken off"}]
     felt = {error: [fault for fault in faults if fault.felt(error)] for error in errors}
-    inexcusable = [error for error in errors if not excuse(error, felt[error])]
-    needless = [error for error in errors if had_another(error, felt[error])]
+    inexcusable = [error for error in errors if not excused(error, felt[error])]
     cut = {id(outcome) for outcome in outcomes if cut_by(outcome, seen.cuts)}
     lost = [
         outcome
@@ -205,16 +196,11 @@ def figures(seen: Seen, excuse: Excuse) -> Figures:
         lost=len(lost),
         misshapen=results["misshapen"],
         not_excused=len(inexcusable),
-        had_another=len(needless),
         memory=_by_process(seen.memory),
         left=seen.left,
         examples=[
             f"{label}: {_example(outcome, faults)}"
-            for label, several in (
-                ("bad", bad),
-                ("not excused", inexcusable),
-                ("needless", needless),
-            )
+            for label, several in (("bad", bad), ("not excused", inexcusable))
             for outcome in several[:EXAMPLES]
         ],
     )
