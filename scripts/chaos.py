@@ -75,7 +75,6 @@ class Stand:
     memory: list[Sample] = field(default_factory=list)
 
     async def watch(self, until: asyncio.Event) -> None:
-        """Record the proxy's memory once per second."""
         clock = asyncio.get_running_loop().time
         while not until.is_set():
             self.proxy.check_alive()
@@ -170,7 +169,6 @@ async def run(args: argparse.Namespace, folder: Path) -> Figures:
 
 
 async def weather(args: argparse.Namespace, stand: Stand, clients: Clients, faults: Faults) -> None:
-    """Send requests and inject faults for `--seconds`."""
     until = asyncio.Event()
     asyncio.get_running_loop().call_later(args.seconds, until.set)
     async with asyncio.TaskGroup() as group:
@@ -256,7 +254,6 @@ async def asked_alone(clients: Clients) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """Return the arguments of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -76,7 +76,6 @@ class Fault:
         return self.kind in GOES_AWAY and self.role in {*AFTER_ENCODE, Role.ENCODE.value}
 
     def felt(self, outcome: Outcome) -> bool:
-        """Return whether the fault may have affected a request."""
         after_s = SUSPECTED_S if outcome.slug == SUSPECTED else AFTERMATH_S
         return self.began_s <= outcome.ended_s and outcome.began_s <= self.ended_s + after_s
 
@@ -88,7 +87,6 @@ class Faults:
         self.seen: list[Fault] = []
 
     async def put(self, target: Breakable, kind: str, seconds: float) -> None:
-        """Inject a fault for this number of seconds."""
         clock = asyncio.get_running_loop().time
         fault = Fault(kind, target.role, target.name, clock())
         self.seen.append(fault)

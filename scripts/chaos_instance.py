@@ -84,7 +84,6 @@ class Instance:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def app(self) -> web.Application:
-        """Return the application with the server's routes."""
         app = web.Application(client_max_size=2**28)
         app.add_routes(
             [
@@ -289,7 +288,6 @@ def _text(body: Body) -> str:
 
 
 def _digest(part: Body) -> bytes:
-    """Return the SHA-256 of a picture in a request."""
     data = part["image_url"]["url"].partition("base64,")[2]
     return hashlib.sha256(base64.b64decode(data)).digest()
 
@@ -311,7 +309,6 @@ async def _serve(instance: Instance, port: int) -> None:
 
 
 def main() -> None:
-    """Serve until the process is killed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--role", type=Role, required=True)
     parser.add_argument("--port", type=int, required=True)

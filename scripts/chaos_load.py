@@ -69,7 +69,6 @@ class Picture:
 
     @classmethod
     def draw(cls, rng: random.Random) -> "Picture":
-        """Return a picture of random noise."""
         buffer = BytesIO()
         Image.frombytes("RGB", (24, 24), rng.randbytes(24 * 24 * 3)).save(buffer, "PNG")
         data = base64.b64encode(buffer.getvalue()).decode()
@@ -131,7 +130,6 @@ class Outcome:
 
     @property
     def kind(self) -> str:
-        """Return the category of the outcome in the report."""
         detail = f" {self.status} {self.slug}".rstrip() if self.status and self.slug else ""
         return f"{self.result}{detail}"
 
@@ -140,12 +138,10 @@ class Questions:
     """Random mix of requests, repeatable for the same seed."""
 
     def __init__(self, rng: random.Random) -> None:
-        """Draw the pictures that requests reuse."""
         self._rng = rng
         self._pool = [Picture.draw(rng) for _ in range(POOL)]
 
     def plain(self) -> Question:
-        """Return a valid request of a client that waits."""
         count = self._rng.choices((0, 1, 4), weights=(3, 5, 2))[0]
         pictures = [self._picture() for _ in range(count)]
         stream = self._rng.random() < 0.6  # noqa: PLR2004

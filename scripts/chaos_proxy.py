@@ -122,7 +122,6 @@ class Proxy:
         return found
 
     def fds(self) -> Mapping[str, int]:
-        """Return the number of open descriptors of each process."""
         return {
             name: len(list(Path(f"/proc/{pid}/fd").iterdir()))
             for name, pid in self.processes.items()
@@ -225,7 +224,6 @@ def under_way(pages: Mapping[str, Page]) -> list[str]:
 
 
 def not_asked_by(pages: Mapping[str, Page]) -> list[str]:
-    """Return the instances that a process finds down."""
     return [
         f"{sample.labels} by {process}"
         for process, page in pages.items()

@@ -64,13 +64,11 @@ class Memory:
 
     @classmethod
     def over(cls, samples: Sequence[tuple[float, float]]) -> "Memory":
-        """Return the memory over samples of seconds and megabytes."""
         (began_s, first), (ended_s, last) = samples[0], samples[-1]
         return cls(round(ended_s - began_s, 1), first, last, _slope(samples))
 
     @property
     def grows(self) -> bool:
-        """Return whether the memory keeps growing."""
         return self.seconds >= SLOPE_FROM_S and self.per_min >= MAX_SLOPE
 
     def __str__(self) -> str:
@@ -119,7 +117,6 @@ class Figures:
         return [name for name, holds in checks.items() if not holds]
 
     def to_json(self) -> bytes:
-        """Return the report as JSON."""
         return orjson.dumps(asdict(self) | {"broken": self.broken}, option=orjson.OPT_INDENT_2)
 
     def __str__(self) -> str:

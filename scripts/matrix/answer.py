@@ -68,7 +68,6 @@ def differences(expected: Answer, got: Answer, tolerance: float) -> Iterator[str
 
 
 def read_events(content: bytes) -> Iterable[Any]:
-    """Yield the chunks of a streamed answer."""
     for line in content.splitlines():
         data = line.removeprefix(b"data: ")
         if data not in (line, b"[DONE]"):

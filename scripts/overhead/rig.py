@@ -110,10 +110,9 @@ class Running:
 
 
 @contextmanager
-def _stopped_at_end(folder: Path) -> Iterator[tuple[list[Process], Guard]]:
-    """Stop the processes with the context; if this process dies, the guard deletes the folder."""
+def _stopped_at_end() -> Iterator[tuple[list[Process], Guard]]:
+    """Stop the processes with the context; if this process dies, the guard ends them."""
     guard = Guard()
-    guard.delete(folder)
     processes: list[Process] = []
     try:
         yield processes, guard
@@ -130,8 +129,7 @@ class Rig:
     ) -> None:
         """Prepare the rig without starting a process.
 
-        The folder of logs, an absolute path, is deleted if this process is killed. The load uses
-        the cores beside the `proxy_cores` of a proxy, if there are any.
+        The load uses the cores beside the `proxy_cores` of a proxy, if there are any.
         """
         cores = sorted(os.sched_getaffinity(0))
         self._theirs = set(cores[:proxy_cores])
@@ -155,7 +153,7 @@ class Rig:
         with ExitStack() as stack:
             stack.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))
             os.sched_setaffinity(0, self._ours)
-            processes, guard = stack.enter_context(_stopped_at_end(self._folder))
+            processes, guard = stack.enter_context(_stopped_at_end())
             with hold_signals():
                 processes.append(self._engines(ports))
                 guard.watch(processes[-1].pid)
@@ -211,7 +209,6 @@ class Rig:
             measured.process.check_alive()
 
     def measure_direct(self, scenario: Scenario, url: str, seconds: float) -> Sample:
-        """Measure the same load without a proxy."""
         return sample(self._put(url, scenario, seconds), 0.0, 0)
 
     def _put(self, url: str, scenario: Scenario, seconds: float) -> BenchLoad:

@@ -185,7 +185,6 @@ class Sample:
 
 
 def sample(load: BenchLoad, cpu_s: float, resident_bytes: int) -> Sample:
-    """Return the measurements of one turn."""
     first = sorted(answer.first_s for answer in load.done) or [0.0]
     events = sum(answer.events for answer in load.done)
     return Sample(

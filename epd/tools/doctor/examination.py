@@ -19,11 +19,11 @@ from epd.tools.doctor.checks import judge, judge_trials
 from epd.tools.doctor.facts import InstanceFacts, Trial
 from epd.tools.doctor.findings import Finding, by_severity
 from epd.tools.doctor.host import has_no_device, read_host
-from epd.tools.doctor.instances import IDLE_S, InstanceReader, try_subscription
+from epd.tools.doctor.instances import InstanceReader, try_subscription
 from epd.tools.doctor.kv_bandwidth import PairFacts
 from epd.tools.doctor.sources import read_sources
-from epd.tools.doctor.store import ARRIVES_S, read_store
-from epd.tools.doctor.trials import COUNTED_S, READ_S, TrialOutput, Trials
+from epd.tools.doctor.store import read_store
+from epd.tools.doctor.trials import TrialOutput, Trials
 from epd.transfer.encoded import OutputFacts
 from epd.transfer.registry import EC_TRANSFERS, KV_TRANSFERS
 from epd.upstream import KEEP_ALIVE_S, Upstream
@@ -37,16 +37,19 @@ class Waits:
     """Times in seconds that the examination waits.
 
     Attributes:
-        idle_s: time for which an instance must keep an idle connection.
-        read_s: deadline for the prefill of a conversation's second turn.
-        counted_s: deadline for a KV transfer in the metrics of its instance.
-        arrives_s: deadline for a new entry in the store.
+        idle_s: time for which an instance must keep an idle connection: a little longer than the
+            proxy does.
+        read_s: deadline for the prefill of a conversation's second turn: a handshake and some
+            blocks. An instance that waits for blocks in vain never answers.
+        counted_s: deadline for a KV transfer in the metrics of its instance. vLLM counts it with a
+            later step of its scheduler.
+        arrives_s: deadline for a new entry in the store: encode instances write in the background.
     """
 
-    idle_s: float = IDLE_S
-    read_s: float = READ_S
-    counted_s: float = COUNTED_S
-    arrives_s: float = ARRIVES_S
+    idle_s: float = KEEP_ALIVE_S + 0.5
+    read_s: float = 10.0
+    counted_s: float = 3.0
+    arrives_s: float = 5.0
 
 
 class Examination:

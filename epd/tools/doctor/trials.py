@@ -58,17 +58,12 @@ TOKENS = 128
 
 WORDS = "One and two are three. " * TOKENS
 
-READ_S = 10.0
-"""Deadline for the second turn's prefill: a handshake and some blocks. An instance that waits for
-blocks in vain never answers."""
-
 
 REPEATS = 3
 """Maximum number of large trials of KV transfers, if other transfers take place."""
 
-COUNTED_S, COUNTED_EVERY_S = 3.0, 0.1
-"""Time within which the metrics have a transfer after the answer, and the interval of the readings.
-vLLM counts a transfer with a later step of its scheduler."""
+COUNTED_EVERY_S = 0.1
+"""Interval of the readings of metrics after a transfer."""
 
 
 def picture() -> Mapping[str, Any]:
@@ -122,8 +117,8 @@ class Trials:
     _peers: PeerRegistry
     _headers: Mapping[str, str]
     _config: ProxyConfig
-    _read_s: float = READ_S
-    _counted_s: float = COUNTED_S
+    _read_s: float
+    _counted_s: float
 
     @property
     def reads_back(self) -> bool:

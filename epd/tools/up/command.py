@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 from pydantic import AliasChoices, ValidationError
 from pydantic.fields import FieldInfo
@@ -24,7 +24,12 @@ from epd.parser import Commands, Parser, unknown_message
 from epd.routing.instances import Role
 from epd.tools.up import host_memory
 from epd.tools.up.engine import VLLM
-from epd.tools.up.model_config import read_config, text_architectures, why_unservable
+from epd.tools.up.model_config import (
+    config_path,
+    read_config,
+    text_architectures,
+    why_unservable,
+)
 from epd.tools.up.plan import FleetPlan, plan_fleet
 from epd.tools.up.ports import check_free
 from epd.tools.up.process import (
@@ -83,12 +88,10 @@ def add_parser(commands: Commands) -> None:
                 _flag(name), default=SUPPRESS, action=BooleanOptionalAction, help=field.description
             )
         elif name not in BY_VARIABLE_ALONE:
-            choices = _choices(field)
             parser.add_argument(
                 _flag(name),
                 default=SUPPRESS,
-                choices=choices,
-                metavar=None if choices else _metavar(name),
+                metavar=_metavar(name),
                 help=_help(field).replace("%", "%%"),
             )
     parser.add_argument(
@@ -99,13 +102,6 @@ def add_parser(commands: Commands) -> None:
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-def _choices(field: FieldInfo) -> Sequence[str] | None:
-    for kind in (field.annotation, *get_args(field.annotation)):
-        if get_origin(kind) is Literal:
-            return get_args(kind)
-    return None
 
 
 def _metavar(name: str) -> str:
@@ -126,7 +122,7 @@ def _run(parser: Parser, *, dry_run: bool, **flags: Any) -> None:
     logs = settings.log_path / time.strftime("%Y%m%d-%H%M%S")
     folder = host_memory.socket_folder(settings.port)
     store = settings.ec_store or host_memory.memory_url(folder, settings.ec_store_memory)
-    config = read_config(settings.model, settings.vllm_flags, os.environ)
+    config = read_config(config_path(settings.model, settings.vllm_flags, os.environ))
     if config is not None:
         _check_model(parser, settings, config)
     try:

@@ -90,18 +90,21 @@ REGISTRY = Path("model_executor", "models", "registry.py")
 """File with vLLM's list of model classes, relative to its package."""
 
 
-def read_config(model: str, flags: Sequence[str], environ: Mapping[str, str]) -> Any:
-    """Return the model's configuration; None: it cannot be read within `FETCH_TIMEOUT_S`.
+def config_path(model: str, flags: Sequence[str], environ: Mapping[str, str]) -> Path | None:
+    """Return the model's `config.json`; None: not available within `FETCH_TIMEOUT_S`.
 
     `model` is a directory, or a name on the hub, where `--revision` of vLLM's flags selects one of
     several configurations.
     """
     if Path(model).is_dir():
-        path: Path | None = Path(model, "config.json")
-    elif environ.get("VLLM_USE_MODELSCOPE", "0").lower() in {"1", "true"} or "://" in model:
-        path = None
-    else:
-        path = _of_hub(model, flag_value(flags, "--revision"))
+        return Path(model, "config.json")
+    if environ.get("VLLM_USE_MODELSCOPE", "0").lower() in {"1", "true"} or "://" in model:
+        return None
+    return _of_hub(model, flag_value(flags, "--revision"))
+
+
+def read_config(path: Path | None) -> Any:
+    """Return the configuration in a file; None: there is none, or it cannot be read."""
     if path is None:
         return None
     try:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from epd.tools.up import model_config as reading
 from epd.tools.up.model_config import (
+    config_path,
     needs_bfloat16,
     read_config,
     text_architectures,
@@ -123,11 +124,11 @@ def test_the_last_value_of_a_flag_counts(flags: list[str], value: str | None) ->
 
 
 def test_the_configuration_of_a_folder_is_its_file(tmp_path: Path) -> None:
-    assert read_config(str(tmp_path), (), {}) is None
+    assert read_config(config_path(str(tmp_path), (), {})) is None
     file = tmp_path / "config.json"
     for text, expected in (("{", None), ("[]", None), ('{"a": 1}', {"a": 1}), ("\xff", None)):
         file.write_bytes(text.encode("latin-1"))
-        assert read_config(str(tmp_path), (), {}) == expected
+        assert read_config(config_path(str(tmp_path), (), {})) == expected
 
 
 def test_the_hub_is_queried_only_for_names_of_the_hub(
@@ -141,9 +142,9 @@ def test_the_hub_is_queried_only_for_names_of_the_hub(
         return tmp_path / "config.json"
 
     monkeypatch.setattr(reading, "_fetched", fetched)
-    assert read_config("s3://bucket/model", (), {}) is None
-    assert read_config("a/model", (), {"VLLM_USE_MODELSCOPE": "True"}) is None
-    assert read_config("a/model", ("--revision=b",), {}) == {"a": 1}
+    assert read_config(config_path("s3://bucket/model", (), {})) is None
+    assert read_config(config_path("a/model", (), {"VLLM_USE_MODELSCOPE": "True"})) is None
+    assert read_config(config_path("a/model", ("--revision=b",), {})) == {"a": 1}
     assert asked == [("a/model", "b")]
 
 
