@@ -1,7 +1,7 @@
 """Examination of a fleet: collect the facts, send the trial requests, and judge them."""
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from typing import TypeVar
@@ -23,7 +23,7 @@ from epd.tools.doctor.instances import InstanceReader, try_subscription
 from epd.tools.doctor.kv_bandwidth import PairFacts
 from epd.tools.doctor.sources import read_sources
 from epd.tools.doctor.store import read_store
-from epd.tools.doctor.trials import TrialOutput, Trials
+from epd.tools.doctor.trials import TrialFailed, TrialOutput, Trials
 from epd.transfer.encoded import OutputFacts
 from epd.transfer.registry import EC_TRANSFERS, KV_TRANSFERS
 from epd.upstream import KEEP_ALIVE_S, Upstream
@@ -80,8 +80,8 @@ class Examination:
             # An engine that sends blocks to an address crashes on a request without one.
             alone = (Role.PREFILL,) if self._trials.prefills_alone else ()
             for consumer in self._of_roles(*alone, Role.PREFILL_DECODE):
-                trial = await self._trials.consume(consumer.instance, self.output)
-                consumer.add_trial(facts.CONSUME, trial)
+                request = self._trials.consume(consumer.instance, self.output)
+                await _record(consumer, facts.CONSUME, request)
 
     async def try_pushes(self) -> None:
         """Try pushes so that each encode instance and each rank of a consumer takes part."""
@@ -95,14 +95,14 @@ class Examination:
         for encoder, rank in _pairs(self._of_roles(Role.ENCODE), ranks):
             output = await self._encode(encoder, rank)
             if output is not None and output.encoded.metadata:
-                trial = await self._trials.consume(rank.instance, output)
-                consumers[rank.instance].add_trial(facts.CONSUME, trial)
+                request = self._trials.consume(rank.instance, output)
+                await _record(consumers[rank.instance], facts.CONSUME, request)
 
     async def _encode(
         self, encoder: InstanceFacts, consumer: Reservation | None = None
     ) -> TrialOutput | None:
-        trial, output = await self._trials.encode(encoder.instance, self._model, consumer)
-        encoder.add_trial(facts.ENCODE, trial)
+        request = self._trials.encode(encoder.instance, self._model, consumer)
+        output = await _record(encoder, facts.ENCODE, request)
         if output is not None and output.encoded.namespace is not None:
             encoder.namespaces |= {output.encoded.namespace}
         self.output = self.output or output
@@ -113,12 +113,17 @@ class Examination:
         trials, model = self._trials, self._model
         for prefill, decode in _pairs(self._of_roles(Role.PREFILL), self._of_roles(Role.DECODE)):
             pair = prefill.instance, decode.instance
-            prefilled, decoded, keeps = await trials.transfer(*pair, model)
-            prefill.add_trial(facts.PREFILL, prefilled)
-            if decoded is not None:
-                decode.add_trial(facts.DECODE, decoded)
-            if decoded is None or decoded.problem:
+            try:
+                keeps = await trials.transfer(*pair, model)
+            except ProxyError as error:
+                if error.stage == "decode":
+                    prefill.add_trial(facts.PREFILL, Trial())
+                    decode.add_trial(facts.DECODE, Trial(str(error)))
+                else:
+                    prefill.add_trial(facts.PREFILL, Trial(str(error)))
                 continue
+            prefill.add_trial(facts.PREFILL, Trial())
+            decode.add_trial(facts.DECODE, Trial())
             max_tokens = min(engine.max_model_len(model) for engine in (prefill, decode))
             try:
                 measured = await trials.kv_bandwidth(*pair, model, max_tokens)
@@ -127,9 +132,20 @@ class Examination:
             if measured is not None:
                 self.pairs.append(replace(measured, in_host_memory=has_no_device(*pair)))
             if keeps and trials.reads_back:
-                prefill.add_trial(facts.READ, await trials.read_back(*pair, model))
+                await _record(prefill, facts.READ, trials.read_back(*pair, model))
             elif trials.reads_back:
                 decode.add_trial(facts.FORGET, Trial())
+
+
+async def _record(engine: InstanceFacts, stage: str, request: Awaitable[First]) -> First | None:
+    """Record whether a request succeeds, and return its result."""
+    try:
+        result = await request
+    except (ProxyError, TrialFailed) as error:
+        engine.add_trial(stage, Trial(str(error), getattr(error, "status", None)))
+        return None
+    engine.add_trial(stage, Trial())
+    return result
 
 
 def _pairs(firsts: Sequence[First], seconds: Sequence[Second]) -> Iterable[tuple[First, Second]]:
