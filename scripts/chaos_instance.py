@@ -65,15 +65,7 @@ class Instance:
     """Fake server of one role, with a store and at most one fault."""
 
     def __init__(self, role: Role, port: int, store: str, stage_s: float, token_s: float) -> None:
-        """Prepare the server without listening.
-
-        Args:
-            role: role of the instance.
-            port: port to listen on.
-            store: URL of the encoder store.
-            stage_s: seconds per encode or prefill.
-            token_s: seconds per word of a response.
-        """
+        """Prepare the server without listening."""
         self._role, self._port, self._url = role, port, store
         self._stage_s, self._token_s = stage_s, token_s
         self._store: AsyncStore | None = None

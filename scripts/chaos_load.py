@@ -247,14 +247,7 @@ class Clients:
 async def ask(
     http: aiohttp.ClientSession, url: str, question: Question, line: Line | None = None
 ) -> Outcome:
-    """Send a request, and return its outcome.
-
-    Args:
-        http: session for the request.
-        url: base URL of the proxy.
-        question: request to send.
-        line: connections of the session; None if they are not tracked.
-    """
+    """Send a request, and return its outcome."""
     line = line or Line()
     line.port = 0
     clock = asyncio.get_running_loop().time

@@ -70,14 +70,7 @@ class Proxy:
     """
 
     def __init__(self, command: Sequence[str], port: int, log: Path, workers: int) -> None:
-        """Start the proxy.
-
-        Args:
-            command: command line.
-            port: port to listen on.
-            log: file for its output, as JSON lines.
-            workers: number of serving processes.
-        """
+        """Start the proxy."""
         self.url = f"http://127.0.0.1:{port}"
         self._log = log
         self._process = Process("proxy", self.url, command, ENVIRONMENT, log)

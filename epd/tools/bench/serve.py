@@ -1,6 +1,5 @@
 """Command `epd bench serve`: a fleet measured by vLLM's own benchmark and the proxy's metrics."""
 
-import argparse
 import os
 import sys
 from collections.abc import Callable
@@ -9,7 +8,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeVar
+from typing import Any
 
 from epd.parser import Commands
 from epd.tools.bench import dataset, targets
@@ -27,8 +26,6 @@ from epd.tools.up.signals import leave_contexts_on_signals
 
 ALL = "all"
 NEEDED = ("vllm", "datasets", "pandas")
-
-_T = TypeVar("_T")
 
 
 def add_parser(benchmarks: Commands) -> None:
@@ -50,7 +47,7 @@ def add_parser(benchmarks: Commands) -> None:
 def _add_flags(add: Callable[..., Any]) -> None:
     add(
         "--url",
-        type=_checked(BenchTarget.parse),
+        type=BenchTarget.parse,
         action="append",
         required=True,
         metavar="[NAME=]URL",
@@ -67,10 +64,16 @@ def _add_flags(add: Callable[..., Any]) -> None:
         "from the hub; pool: 200 pictures at 80%% reuse; window: 4 of 5 pictures were among the "
         "last 50; all: local, pool and window",
     )
-    number = partial(add, type=_checked(_count), metavar="N")
+    number = partial(add, type=int, metavar="N")
     number("--num-prompts", default=100, help="requests per run (default: 100)")
     number("--max-concurrency", help="maximum of concurrent requests (default: no limit)")
     number("--output-len", default=128, help="tokens per response (default: 128)")
+    number("--seed", default=0, help="seed of pictures and questions (default: 0)")
+    number(
+        "--warmups",
+        default=3,
+        help="requests with other pictures before the measurement (default: 3)",
+    )
     add(
         "--request-rate",
         type=float,
@@ -78,13 +81,6 @@ def _add_flags(add: Callable[..., Any]) -> None:
         metavar="R",
         help="requests per second, on average (default: inf, all at once)",
     )
-    integer = partial(add, type=int, metavar="N")
-    integer(
-        "--warmups",
-        default=3,
-        help="requests with other pictures before the measurement (default: 3)",
-    )
-    integer("--seed", default=0, help="seed of pictures and questions (default: 0)")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     add(
         "--data-dir",
@@ -124,6 +120,8 @@ def _measure(  # noqa: PLR0913 - the command's flags
     out: Path | None,
 ) -> None:
     """Run one target after the other; each result is written before the next run begins."""
+    if num_prompts < 1:
+        raise BenchFailed("--num-prompts must be at least 1")
     started_at = datetime.now(UTC)
     load = {
         "--request-rate": request_rate,
@@ -164,21 +162,3 @@ def _measure(  # noqa: PLR0913 - the command's flags
 
 def _report(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
-
-
-def _checked(read: Callable[[str], _T]) -> Callable[[str], _T]:
-    """Return a flag's type that shows the message of a `ValueError` to the user."""
-
-    def convert(text: str) -> _T:
-        try:
-            return read(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return convert
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise ValueError(f"{text!r} is not a number above 0")
-    return int(text)

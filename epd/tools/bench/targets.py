@@ -3,6 +3,7 @@
 import base64
 import os
 import re
+from argparse import ArgumentTypeError
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -29,11 +30,11 @@ class BenchTarget(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read `URL`, named by host and port, or `NAME=URL`; raise `ValueError` otherwise."""
+        """Read `URL`, named by host and port, or `NAME=URL`; raise argparse's error otherwise."""
         match = _NAMED.fullmatch(text)
         # A password in the URL would be written to every result file.
         if match is None or not (parts := urlsplit(match["url"])).hostname or parts.username:
-            raise ValueError(f"{text!r} is not [NAME=]http://HOST:PORT")
+            raise ArgumentTypeError(f"{text!r} is not [NAME=]http://HOST:PORT")
         return cls(match["name"] or parts.netloc, match["url"].rstrip("/").removesuffix("/v1"))
 
 

@@ -1,5 +1,6 @@
 """Runs of `epd bench serve`, read from a proxy and from vLLM."""
 
+from argparse import ArgumentTypeError
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -74,7 +75,7 @@ def test_a_target_is_a_url_that_may_have_a_name(text: str, target: BenchTarget) 
     "text", ["", "h:1", "ftp://h", "=http://h", "http://", "a b=http://h", "http://u:p@h"]
 )
 def test_an_invalid_url_is_not_a_target(text: str) -> None:
-    with pytest.raises(ValueError, match=r"is not \[NAME=\]http"):
+    with pytest.raises(ArgumentTypeError, match=r"is not \[NAME=\]http"):
         BenchTarget.parse(text)
 
 
