@@ -70,7 +70,7 @@ class Proxy:
     """
 
     def __init__(self, command: Sequence[str], port: int, log: Path, workers: int) -> None:
-        """Start the proxy."""
+        """Start the proxy with its log as JSON lines."""
         self.url = f"http://127.0.0.1:{port}"
         self._log = log
         self._process = Process("proxy", self.url, command, ENVIRONMENT, log)

@@ -68,7 +68,7 @@ class ForkedProcess(Process):
     """vLLM server in its own process group, forked and not executed."""
 
     def __init__(self, server: FleetServer, log: Path, guard: Guard | None) -> None:
-        """Fork the process."""
+        """Fork the server with its output to a log."""
         self.name = server.name
         self.url = server.url
         self.log = log
