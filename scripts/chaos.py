@@ -270,7 +270,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--token-s", type=float, default=0.03, help="seconds per word of a response"
     )
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument(
         "--keep", type=Path, metavar="FOLDER", help="folder for logs, which are kept"
     )
@@ -293,7 +292,7 @@ def main() -> None:
     args = arguments()
     with folder_of(args) as folder:
         seen = asyncio.run(run(args, folder))
-    print(seen.to_json().decode() if args.json else seen)
+    print(seen.to_json().decode())
     sys.exit(1 if seen.broken else 0)
 
 

@@ -71,9 +71,6 @@ class Memory:
     def grows(self) -> bool:
         return self.seconds >= SLOPE_FROM_S and self.per_min >= MAX_SLOPE
 
-    def __str__(self) -> str:
-        return f"{self.first:.0f} MB, {self.last:.0f} MB ({self.per_min:+.2f} MB/min)"
-
 
 @dataclass(frozen=True)
 class Figures:
@@ -118,35 +115,6 @@ class Figures:
 
     def to_json(self) -> bytes:
         return orjson.dumps(asdict(self) | {"broken": self.broken}, option=orjson.OPT_INDENT_2)
-
-    def __str__(self) -> str:
-        rows = {
-            "requests": self.requests,
-            "of them": _counts(self.questions),
-            "ended": _counts(self.outcomes),
-            "faults": f"{sum(self.faults.values())}: {_counts(self.faults)}",
-            "cut off by the kill of their worker": self.cut_off,
-            "wrong answers": self.wrong,
-            "lost requests": self.lost,
-            "answers not in OpenAI's shape": self.misshapen,
-            "errors that no fault excuses": self.not_excused,
-            "memory, start and end": _each(self.memory),
-            "descriptors, start and end": _each(
-                {name: f"{first}, {last}" for name, (first, last) in self.left.fds.items()}
-            ),
-            "open upstream at the end": self.left.open,
-            "places or bytes not released": "; ".join(self.left.under_way) or "none",
-            "claims in the store": self.left.claims,
-            "KV caches left to their lease": self.left.kept,
-            "serves again": "yes" if self.left.recovered else "no",
-            "instances or workers not asked again": ", ".join(self.left.idle) or "none",
-            "workers that lived on alone": ", ".join(self.left.processes) or "none",
-            "lines of the log that no fault explains": len(self.left.surprises),
-            "invariants broken": ", ".join(self.broken) or "none",
-        }
-        table = [f"| {name} | {value} |" for name, value in rows.items()]
-        more = [*self.left.surprises[:EXAMPLES], *self.examples]
-        return "\n".join(["| figure | value |", "| --- | --- |", *table, *more])
 
 
 @dataclass(frozen=True)
@@ -218,15 +186,6 @@ def _slope(memory: Sequence[tuple[float, float]]) -> float:
     if len({at for at, _ in later}) < 2:  # noqa: PLR2004 - a line has two points
         return 0.0
     return round(statistics.linear_regression(*zip(*later, strict=True)).slope * 60, 3)
-
-
-def _each(of: Mapping[str, object]) -> str:
-    return "; ".join(f"{name} {value}" for name, value in of.items())
-
-
-def _counts(counts: Mapping[str, int]) -> str:
-    ordered = sorted(counts.items(), key=lambda pair: -pair[1])
-    return ", ".join(f"{name} {count}" for name, count in ordered)
 
 
 def _example(outcome: Outcome, faults: Sequence[Fault]) -> str:

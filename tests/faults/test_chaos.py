@@ -34,7 +34,7 @@ class Target:
 def test_proxy_under_random_faults_loses_no_request_and_leaks_nothing(
     topology: str, store: str, seconds: int, workers: int
 ) -> None:
-    command = [sys.executable, str(ROOT / "scripts" / "chaos.py"), "--json", "--seed", "1"]
+    command = [sys.executable, str(ROOT / "scripts" / "chaos.py"), "--seed", "1"]
     flags = ["--topology", topology, "--store", store, "--seconds", str(seconds)]
     flags += ["--workers", str(workers)]
     ran = subprocess.run(
