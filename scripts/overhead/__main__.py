@@ -19,7 +19,7 @@ from epd.tools.up.process import ProcessDied
 from epd.tools.up.signals import hold_signals, leave_contexts_on_signals
 from epd.version import __version__
 from scripts.overhead.rig import EPD, Contender, Rig, Running
-from scripts.overhead.scenarios import DIRECT, SCENARIOS, Result, Sample, Scenario, details, table
+from scripts.overhead.scenarios import DIRECT, SCENARIOS, Result, Sample, Scenario, table
 
 PROGRAM = "python -m scripts.overhead"
 REFERENCE = "epd"
@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument(
         "--proxy-cores", type=int, default=1, metavar="N", help="cores per proxy (default: 1)"
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="file for the results, as JSON")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="file for all figures, as JSON")
     parser.add_argument(
         "--check",
         type=Path,
@@ -120,13 +120,13 @@ def _run(  # noqa: PLR0913 - one parameter per flag
         sys.exit(f"overhead: {error}")
     except KeyboardInterrupt:
         sys.exit("stopped")
-    print("\n".join(["", *table(results, REFERENCE), "", *details(results)]))
+    print("\n".join(["", *table(results, REFERENCE)]))
     if out is not None:
         out.write_bytes(_document(results))
     if recorded is not None:
         _compare(results, recorded)
     if any(result.median(name).failed for result in results for name in result.turns):
-        sys.exit("overhead: requests failed, see the last column")
+        sys.exit("overhead: requests failed")
 
 
 @contextmanager

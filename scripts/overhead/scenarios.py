@@ -255,24 +255,5 @@ def table(results: Sequence[Result], reference: str) -> Iterator[str]:
         yield _row(result.scenario.title, *cpu, *ratio)
 
 
-def details(results: Sequence[Result]) -> Iterator[str]:
-    """Yield the lines of a Markdown table with all other measurements."""
-    yield (
-        "| scenario | proxy | requests/s | CPU us per chunk | first byte p50, ms | p99, ms "
-        "| added p50, ms | p99, ms | longest gap, ms | peak MB | done | failed |"
-    )
-    yield _row(*["---"] * 12)
-    for result in results:
-        for name in result.turns:
-            median, (p50_ms, p99_ms) = result.median(name), result.added_ms(name)
-            yield (
-                f"| {result.scenario.title} | {name} | {median.rps:.0f} "
-                f"| {median.cpu_chunk_us:.1f} | {median.first_p50_ms:.2f} "
-                f"| {median.first_p99_ms:.2f} | {p50_ms:.2f} | {p99_ms:.2f} "
-                f"| {median.gap_ms:.1f} | {median.resident_bytes / 1e6:.0f} "
-                f"| {median.done:.0f} | {median.failed:.0f} |"
-            )
-
-
 def _row(*cells: str) -> str:
     return f"| {' | '.join(cells)} |"
