@@ -13,9 +13,8 @@ from epd.tools.up.engine import Engine
 VLLM_SHARE = 0.92
 """vLLM's default of `--gpu-memory-utilization` (`CacheConfig`, `vllm/config/cache.py`)."""
 
-ENCODE_SHARE = 0.2
-"""Assumed share of an encode instance: enough on a device of 24 GiB for Qwen2.5-VL, with an
-estimated 4.4 GiB for its encoder, its largest step and the context."""
+ENCODE_SHARE = 0.1
+"""Assumed share of an encode instance."""
 
 STEPS = 1000
 """Shares are multiples of 1 / STEPS."""

@@ -156,7 +156,7 @@ class FleetSettings(BaseSettings):
     gpu_memory_utilization_e: Share | None = Field(
         None,
         validation_alias="GPU_MEMORY_UTILIZATION_E",
-        description="share of a device's memory that is left to an encode instance (default: 0.2)",
+        description="share of a device's memory that is left to an encode instance (default: 0.1)",
     )
     gpu_memory_utilization_p: Share | None = Field(
         None,

@@ -20,8 +20,31 @@ from epd.tools.up.signals import hold_signals
 
 READY_TIMEOUT_S = 600.0
 
-RESTART_S = 2.0
-"""Seconds before a restart of the store's service."""
+RESTART_S = 1.0
+"""Seconds before the first restart of the store's service; they double before each further one."""
+LONGEST_RESTART_S = 60.0
+"""Upper bound of them. A service that has run for longer is restarted as at first."""
+
+
+@dataclass(slots=True)
+class Restarts:
+    """Time of the next restart of a server that has ended. Times are monotonic seconds."""
+
+    due_s: float = inf
+    _started_s: float = -inf
+    _delay_s: float = RESTART_S
+
+    def end(self, now_s: float) -> float:
+        """Return in how many seconds a server that has ended now is started again."""
+        if now_s - self._started_s > LONGEST_RESTART_S:
+            self._delay_s = RESTART_S
+        delay_s, self._delay_s = self._delay_s, min(LONGEST_RESTART_S, 2 * self._delay_s)
+        self.due_s = now_s + delay_s
+        return delay_s
+
+    def start(self, now_s: float) -> None:
+        """Note that the server has been started."""
+        self.due_s, self._started_s = inf, now_s
 
 
 @dataclass(eq=False)
@@ -39,7 +62,7 @@ class Fleet:
     _processes: list[Process] = field(default_factory=list, init=False)
     _unstarted: list[FleetServer] = field(default_factory=list, init=False)
     _guard: Guard | None = field(default=None, init=False)
-    _restart_due_s: float = field(default=inf, init=False)
+    _restarts: Restarts = field(default_factory=Restarts, init=False)
 
     @property
     def store(self) -> str:
@@ -102,11 +125,11 @@ class Fleet:
                         raise ProcessDied(f"{death}\n{lacking}: stopping all servers.") from None
                     self.report(f"{death}\nThe other servers continue without {process.name}.")
                     if process.name == STORE:
-                        self._restart_due_s = time.monotonic() + RESTART_S
-                        self.report(f"{STORE} is started again in {RESTART_S:.0f} s")
-            if time.monotonic() >= self._restart_due_s:
+                        delay_s = self._restarts.end(time.monotonic())
+                        self.report(f"{STORE} is started again in {delay_s:.0f} s")
+            if time.monotonic() >= self._restarts.due_s:
                 self._start(self.plan.servers()[0])
-                self._restart_due_s = inf
+                self._restarts.start(time.monotonic())
             time.sleep(POLL_S)
 
     def stop(self) -> None:

@@ -29,9 +29,9 @@ def test_an_instance_alone_on_its_device_gets_vllms_own_share() -> None:
 def test_instances_divide_what_an_encode_instance_leaves() -> None:
     fleet = plan("e=0,p=0,d=0")
 
-    assert shares(fleet) == {"encode": 0.01, "prefill": 0.36, "decode": 0.36}
+    assert shares(fleet) == {"encode": 0.01, "prefill": 0.41, "decode": 0.41}
     assert fleet.memory == (
-        "device 0: encode-8200 0.2; prefill-8300 0.36; decode-8400 0.36",
+        "device 0: encode-8200 0.1; prefill-8300 0.41; decode-8400 0.41",
         "the share of an encode instance is assumed: --gpu-memory-utilization-e sets another",
     )
 
@@ -44,13 +44,13 @@ def test_the_operators_shares_come_first() -> None:
     given = plan("e=0,p=0,d=0", gpu_memory_utilization_p=0.3)
     encode = plan("e=0,pd=0", "1e1pd", gpu_memory_utilization_e=0.3)
     flag = plan("e=0,pd=0", "1e1pd", decode_flags="--gpu-memory-utilization=0.5")
-    both = plan("e=0,pd=0", "1e1pd", vllm_flags="--gpu-memory-utilization 0.8")
+    both = plan("e=0,pd=0", "1e1pd", vllm_flags="--gpu-memory-utilization 0.9")
 
-    assert shares(given) == {"encode": 0.01, "prefill": 0.3, "decode": 0.42}
+    assert shares(given) == {"encode": 0.01, "prefill": 0.3, "decode": 0.52}
     assert shares(encode) == {"encode": 0.3, "prefill-decode": 0.62}
     assert encode.memory == ("device 0: encode-8200 0.3; prefill-decode-8400 0.62",)
     assert shares(flag)["prefill-decode"] == 0.5
-    assert shares(both)["prefill-decode"] == 0.8
+    assert shares(both)["prefill-decode"] == 0.9
 
 
 @pytest.mark.fault(104)
@@ -63,7 +63,7 @@ def test_the_operators_shares_come_first() -> None:
 )
 def test_instances_that_do_not_fit_are_refused_with_the_sum(values: Mapping[str, Any]) -> None:
     message = (
-        r"instances need 1\.6 of the memory of device 0: encode-8200 0\.2; "
+        r"instances need 1\.5 of the memory of device 0: encode-8200 0\.1; "
         r"prefill-8300 0\.7; decode-8400 0\.7\. Use more devices"
     )
     with pytest.raises(ValueError, match=message):

@@ -22,6 +22,7 @@ from epd.tools.up.host_memory import FolderTaken, memory_url, private_folder, so
 from epd.tools.up.plan import FleetPlan, plan_fleet, url_of
 from epd.tools.up.platforms import CPU, CUDA, XPU, detect_platform
 from epd.tools.up.settings import FleetSettings, Topology
+from epd.tools.up.stack import Restarts
 from tests.examples import scaled
 
 STORE = "file:///ec"
@@ -557,6 +558,21 @@ def test_a_folder_is_of_one_fleet_at_a_time(runtime: Path) -> None:
     with private_folder(folder):
         pass
     assert not folder.exists()
+
+
+def test_a_store_that_ends_again_and_again_is_restarted_ever_later() -> None:
+    restarts = Restarts()
+    delays = []
+    for now_s in range(8):
+        delays.append(restarts.end(float(now_s)))
+        assert restarts.due_s == now_s + delays[-1]
+        restarts.start(now_s + 0.5)
+        assert restarts.due_s == float("inf")
+
+    assert delays == [1, 2, 4, 8, 16, 32, 60, 60]
+    assert restarts.end(7.5 + 60) == 60
+    restarts.start(100.0)
+    assert restarts.end(161.0) == 1
 
 
 def test_instances_wait_for_a_memory_that_the_fleet_serves() -> None:
