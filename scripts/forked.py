@@ -54,7 +54,7 @@ class ForkedFleet(Fleet):
 
     def launch(self, server: FleetServer, log: Path) -> Process:
         """Fork an engine, or start the proxy."""
-        engines = {engine.name for engine in self.plan.engines}
+        engines = {engine.name for engine in self.all_engines}
         if server.name not in engines:
             return super().launch(server, log)
         return ForkedProcess(server, log, self._guard)

@@ -93,9 +93,7 @@ class Examination:
         self._client = client
         self._result = result
         self._report = report
-        self._consumers = [
-            engine for engine in stack.plan.engines if engine.role is not Role.ENCODE
-        ]
+        self._consumers = [engine for engine in stack.all_engines if engine.role is not Role.ENCODE]
         # The last instance to answer in either topology: decode, or the only one that is no
         # encoder.
         self._reference = self._consumers[-1]
@@ -176,7 +174,7 @@ class Examination:
         return answer
 
     def _encodes(self) -> float:
-        return sum(total(engine, REQUESTS) for engine in self._stack.plan.of_roles(Role.ENCODE))
+        return sum(total(engine, REQUESTS) for engine in self._stack.of_role(Role.ENCODE))
 
     def _given(self) -> float:
         return sum(total(engine, PREPROCESSED) for engine in self._consumers)

@@ -125,7 +125,7 @@ def stack(
             environment.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
             running.enter_context(described)
         answers = {Role.DECODE, Role.PREFILL_DECODE}
-        decode = next(engine for engine in described.plan.engines if engine.role in answers)
+        decode = next(engine for engine in described.all_engines if engine.role in answers)
         client, baseline = (
             running.enter_context(
                 openai.OpenAI(base_url=f"{server.url}/v1", api_key="k", max_retries=0)

@@ -22,7 +22,7 @@ def another_proxy(stack: Served, *flags: str, encode: bool = True) -> Iterator[s
     """
 
     def urls(*roles: Role) -> str:
-        return ",".join(engine.url for engine in stack.stack.plan.engines if engine.role in roles)
+        return ",".join(engine.url for engine in stack.stack.all_engines if engine.role in roles)
 
     store = ["--ec-store", stack.stack.store, "--ec-store-budget-s", "2"]
     command = [

@@ -39,7 +39,7 @@ class Served:
 
     @property
     def encode(self) -> Engine:
-        return self.stack.plan.of_roles(Role.ENCODE)[0]
+        return self.stack.of_role(Role.ENCODE)[0]
 
     def log(self, engine: Engine) -> str:
         return (self.logs / f"{engine.name}.log").read_text()
@@ -47,7 +47,7 @@ class Served:
     @property
     def consumers(self) -> list[Engine]:
         """Return the engines that must not encode: all but the encode engine."""
-        return [engine for engine in self.stack.plan.engines if engine.role is not Role.ENCODE]
+        return [engine for engine in self.stack.all_engines if engine.role is not Role.ENCODE]
 
 
 def metric(engine: Engine, name: str) -> float:

@@ -148,7 +148,7 @@ def test_prefill_reads_the_blocks_of_streamed_turns(stack: Served) -> None:
 
 
 def test_a_restarted_decode_engine_has_lost_its_kept_blocks(stack: Served) -> None:
-    talk, [engine] = Talk(stack), stack.stack.plan.of_roles(Role.DECODE)
+    talk, [engine] = Talk(stack), stack.stack.of_role(Role.DECODE)
     with proxy(stack) as client:
         turns = [talk.turn(client, picture("cat.jpg")) for _ in range(2)]
         ready = str(client.base_url).replace("/v1/", "/ready")

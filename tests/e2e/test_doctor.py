@@ -12,7 +12,7 @@ MEASURED = re.compile(r"[\d.e-]+ GB/s \([\d.]+ MB in [\d.]+ ms\), delay [\d.]+ m
 
 
 async def examined(stack: Served) -> list[Finding]:
-    urls = {role: tuple(engine.url for engine in stack.stack.plan.of_roles(role)) for role in Role}
+    urls = {role: tuple(engine.url for engine in stack.stack.of_role(role)) for role in Role}
     config = ProxyConfig(
         host="127.0.0.1",
         encode_servers_urls=urls[Role.ENCODE],
@@ -37,7 +37,7 @@ async def test_the_doctor_finds_nothing_to_mend_in_a_real_fleet(stack: Served) -
     seen = {one.seen for one in findings}
     assert "finds encoder outputs by their key alone" in seen
     assert "has the entry that an encode instance just wrote" in seen
-    prefills = bool(stack.stack.plan.of_roles(Role.PREFILL))
+    prefills = bool(stack.stack.of_role(Role.PREFILL))
     assert ("hands over its KV cache" in seen) == prefills
     measured = [one for one in findings if one.subject.startswith("KV ")]
     assert len(measured) == prefills
@@ -45,11 +45,11 @@ async def test_the_doctor_finds_nothing_to_mend_in_a_real_fleet(stack: Served) -
 
 
 async def test_the_doctor_makes_prefill_read_blocks_of_decode(stack: Served) -> None:
-    before = metric(stack.stack.plan.of_roles(Role.PREFILL)[0], READ)
+    before = metric(stack.stack.of_role(Role.PREFILL)[0], READ)
     findings = await examined(stack)
 
     assert [one for one in findings if one.verdict is not Verdict.OK] == []
     assert "reads the blocks that decode keeps of a conversation's previous turn" in {
         one.seen for one in findings
     }
-    assert metric(stack.stack.plan.of_roles(Role.PREFILL)[0], READ) > before
+    assert metric(stack.stack.of_role(Role.PREFILL)[0], READ) > before

@@ -61,7 +61,7 @@ def test_an_encode_engine_is_added_and_another_removed_under_load(
             assert said.json() == {"registered": True}
 
         assert admin.get("/ready").status_code == 503
-        for one in stack.stack.plan.engines:
+        for one in stack.stack.all_engines:
             register(one.role, one.url)
         load = Load(replace(stack, client=client), due)
         with load.running():

@@ -47,7 +47,7 @@ def test_requests_survive_the_death_and_restart_of_an_engine(
     stack: Served, role: Role, may_end: set[str]
 ) -> None:
     """No answer is lost or wrong, and only unavoidable errors occur, and only for a while."""
-    [engine] = stack.stack.plan.of_roles(role)
+    [engine] = stack.stack.of_role(role)
     due = [ask(stack.baseline, stack.model, *question) for question in QUESTIONS]
     load = Load(stack, due)
     with load.running():

@@ -127,10 +127,10 @@ def test_a_sound_heard_before_is_a_hit(stack: Served) -> None:
 @pytest.mark.fault(70)
 def test_all_processes_of_all_engines_have_one_namespace(stack: Served) -> None:
     """Scheduler and worker of each engine log the namespace, and its API server reports it."""
-    logged = [NAMESPACE.findall(stack.log(engine)) for engine in stack.stack.plan.engines]
-    pages = [httpx.get(f"{engine.url}/metrics").content for engine in stack.stack.plan.engines]
+    logged = [NAMESPACE.findall(stack.log(engine)) for engine in stack.stack.all_engines]
+    pages = [httpx.get(f"{engine.url}/metrics").content for engine in stack.stack.all_engines]
 
-    assert [len(names) for names in logged] == [2] * len(stack.stack.plan.engines)
+    assert [len(names) for names in logged] == [2] * len(stack.stack.all_engines)
     [namespace] = {name for names in logged for name in names}
     assert {read_namespace(page) for page in pages} == {namespace}
 

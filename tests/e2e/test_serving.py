@@ -18,7 +18,7 @@ def test_health_asks_every_engine(stack: Served) -> None:
     body = reply.json()
 
     assert reply.status_code == 200
-    assert set(body["instances"]) == {engine.url for engine in stack.stack.plan.engines}
+    assert set(body["instances"]) == {engine.url for engine in stack.stack.all_engines}
     assert {state["state"] for state in body["instances"].values()} == {"healthy"}
 
 

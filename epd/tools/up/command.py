@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import shlex
+import subprocess
 import sys
 import time
 from argparse import SUPPRESS, BooleanOptionalAction, RawDescriptionHelpFormatter
@@ -30,7 +32,9 @@ from epd.tools.up.model_config import (
     text_architectures,
     why_unservable,
 )
+from epd.tools.up.model_sizes import ModelSizes, checkpoint_tensors, model_sizes
 from epd.tools.up.plan import FleetPlan, plan_fleet
+from epd.tools.up.platforms import CUDA
 from epd.tools.up.ports import check_free
 from epd.tools.up.process import (
     FRONT_STOP_TIMEOUT_S,
@@ -68,6 +72,9 @@ DISC = (
     "UJFRCBbPIcPxmTqaBoYha6IvoL7PDVkQHrEX0huVcx0z6PbHIOV1KG8FONgcrNcnrcXrvlfoAVy4aHSoIu8MAAAAASUVORK5CYII="
 )
 """Example picture, a red disc of 64 x 64 pixels: a data URL works under every media policy."""
+QUERY = "--query-gpu=index,uuid,memory.total"
+NVIDIA_SMI = ("nvidia-smi", QUERY, "--format=csv,noheader,nounits")
+"""Command that lists the devices and their memory in MiB."""
 BY_VARIABLE_ALONE = frozenset({"gpu_e", "gpu_p", "gpu_d", "gpu_pd"})
 """Fields without a flag of their own: `--gpus` sets them all."""
 
@@ -105,10 +112,18 @@ def _flag(name: str) -> str:
 
 
 def _metavar(name: str) -> str:
-    if "utilization" in name:
-        return "SHARE"
-    last = name.rpartition("_")[2].upper()
-    return {"S": "SECONDS", "LEN": "TOKENS", "SEQS": "N", "ENV": "VARIABLE"}.get(last, last)
+    endings = {"_s": "SECONDS", "port": "PORT", "path": "FOLDER", "flags": "FLAGS", "_e": "PART"}
+    endings |= {"_p": "PART", "_d": "PART", "_pd": "PART", "store": "URL", "_env": "VARIABLE"}
+    endings |= {
+        "_len": "TOKENS",
+        "_threshold": "TOKENS",
+        "_seqs": "N",
+        "host": "ADDRESS",
+        "memory": "SIZE",
+        "gpus": "DEVICES",
+    }
+    found = (metavar for ending, metavar in endings.items() if name.endswith(ending))
+    return next(found, name.rpartition("_")[2].upper())
 
 
 def _help(field: FieldInfo) -> str:
@@ -122,7 +137,8 @@ def _run(parser: Parser, *, dry_run: bool, **flags: Any) -> None:
     logs = settings.log_path / time.strftime("%Y%m%d-%H%M%S")
     folder = host_memory.socket_folder(settings.port)
     store = settings.ec_store or host_memory.memory_url(folder, settings.ec_store_memory)
-    config = read_config(config_path(settings.model, settings.vllm_flags, os.environ))
+    path = config_path(settings.model, settings.vllm_flags, os.environ)
+    config = read_config(path)
     if config is not None:
         _check_model(parser, settings, config)
     try:
@@ -132,6 +148,8 @@ def _run(parser: Parser, *, dry_run: bool, **flags: Any) -> None:
             store,
             config,
             cores=len(os.sched_getaffinity(0)),
+            device_bytes=_device_bytes(settings),
+            sizes=_sizes(settings, path, config),
             store_runs=settings.ec_store is not None and host_memory.has_server(settings.ec_store),
             dry_run=dry_run,
         )
@@ -156,6 +174,28 @@ def _store_notes(settings: FleetSettings, plan: FleetPlan) -> Sequence[str]:
     chosen = settings.ec_store is not None or settings.ec_store_memory is not None
     reason = "" if chosen else ", an eighth of the available memory: --ec-store-memory sets another"
     return [f"store: {redacted(plan.store)}{reason}"]
+
+
+def _sizes(settings: FleetSettings, path: Path | None, config: Any) -> ModelSizes | None:
+    """Return the sizes of the model from its checkpoint or configuration; None: not known."""
+    if path is None or config is None or overrides_config(settings.vllm_flags):
+        return None
+    # The hub's client has resolved a name to a folder with the files that are on this machine.
+    return model_sizes(config, checkpoint_tensors(path.parent))
+
+
+def _device_bytes(settings: FleetSettings) -> Mapping[str, int]:
+    """Return the memory of NVIDIA's devices, by index and by UUID, as far as it is known."""
+    if settings.device not in {None, "cuda"} or settings.device_memory is not None:
+        return {}
+    if not CUDA.visible_devices(os.environ):
+        return {}
+    try:
+        ran = subprocess.run(NVIDIA_SMI, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    rows = re.findall(r"^(\S+), (\S+), (\d+)$", ran.stdout, re.MULTILINE)
+    return {name: int(mebibytes) * 2**20 for *names, mebibytes in rows for name in names}
 
 
 def _warn_of_unknown_variables(parser: Parser) -> None:

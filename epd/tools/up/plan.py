@@ -6,13 +6,15 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from epd.routing.instances import TRANSFERS_KV, Role
 from epd.tools.up.devices import assign
 from epd.tools.up.engine import Engine, FleetServer
-from epd.tools.up.memory import device_shares, memory_lines
+from epd.tools.up.memory import Memory
 from epd.tools.up.model_config import needs_bfloat16
+from epd.tools.up.model_sizes import ModelSizes
 from epd.tools.up.platforms import CPU, CUDA, PLATFORMS, Platform, detect_platform
 from epd.tools.up.settings import FleetSettings
 from epd.tools.up.vllm_flags import flag_value
@@ -170,22 +172,29 @@ def plan_fleet(  # noqa: PLR0913 - all that a plan is derived from
     config: Mapping[str, Any] | None = None,
     *,
     cores: int = 1,
+    device_bytes: Mapping[str, int] = MappingProxyType({}),
+    sizes: ModelSizes | None = None,
     store_runs: bool = False,
     dry_run: bool = False,
 ) -> FleetPlan:
     """Return the plan for the settings; raise `ValueError` if devices or ports do not suffice.
 
     A store is unused without encode instances. `config` is the model's; None: not known.
-    `cores` is the number of those that the instances may use. `store_runs` says that the memory
-    which the store's URL names has a server. With `dry_run`, named devices need not be visible:
-    the plan is for CUDA then.
+    `cores` is the number of those that the instances may use. `device_bytes` has the memory of
+    devices, and `sizes` the bytes of the model, as far as they are known. `store_runs` says that
+    the memory which the store's URL names has a server. With `dry_run`, named devices need not be
+    visible: the plan is for CUDA then.
     """
     store = store if Role.ENCODE in settings.topology.roles else ""
     platform = _platform(settings, environ, dry_run=dry_run)
     if needs_bfloat16(config or {}):
         platform = platform.in_bfloat16()
     engines = _engines(settings, environ, store, platform, cores)
-    shares = device_shares(engines, _given_shares(engines))
+    if settings.device_memory is not None:
+        devices = (device for engine in engines for device in engine.devices)
+        device_bytes = dict.fromkeys(devices, settings.device_memory)
+    memory = Memory(engines, _given_shares(engines), device_bytes, sizes)
+    shares = memory.shares()
     kept = store.startswith(("file:", "shm:"))
     plan = FleetPlan(
         engines=tuple(
@@ -198,7 +207,7 @@ def plan_fleet(  # noqa: PLR0913 - all that a plan is derived from
         local_media=settings.allowed_local_media_path,
         proxy_flags=settings.proxy_flags,
         keeper_port=settings.ec_store_port if kept and not store_runs else None,
-        memory=tuple(memory_lines(engines, shares)),
+        memory=tuple(memory.lines(shares)),
     )
     plan.ports()
     return plan
@@ -258,7 +267,7 @@ def _engines(
             max_model_len=settings.max_model_len,
             max_num_seqs=settings.max_num_seqs,
             api_servers=api_servers if role is Role.ENCODE else 1,
-            kv_extra={"bidirectional_kv_xfer": True} if settings.bidirectional_kv else {},
+            kv_extra=settings.kv_extra(),
             ec_both=settings.ec_both,
             kv_events=settings.kv_events,
             program=settings.vllm_command,

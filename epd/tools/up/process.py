@@ -195,7 +195,7 @@ def wait_until_ready(
     start_due: Callable[[Collection[str]], Sequence[str]] | None = None,
     progress_s: float = PROGRESS_S,
 ) -> None:
-    """Wait until all servers are ready; report their last messages every `progress_s` seconds.
+    """Wait until all servers are ready, and report their progress every `progress_s` seconds.
 
     `start_due` gets the names of the servers that are ready, adds further ones to `processes`, and
     returns the names of those that it has not started yet. The last server, which waits for the
@@ -205,7 +205,7 @@ def wait_until_ready(
         ProcessDied: a server ended.
         TimeoutError: not all were ready within `timeout_s` seconds.
     """
-    started_s = reported_s = time.monotonic()
+    progress = _Progress(report, progress_s)
     ready = set[str]()
     while True:
         later = start_due(ready) if start_due is not None else ()
@@ -215,19 +215,43 @@ def wait_until_ready(
         for process in [process for process in waiting if process.is_ready()]:
             waiting.remove(process)
             ready.add(process.name)
-            report(f"{process.name} is ready after {time.monotonic() - started_s:.0f} s")
+            report(f"{process.name} is ready after {progress.seconds:.0f} s")
         if not waiting and not later:
             return
-        now_s = time.monotonic()
-        if now_s - started_s > timeout_s:
+        if progress.seconds > timeout_s:
             names = ", ".join([*(process.name for process in waiting), *later])
             ends = (f"The end of {process.log}:\n{process.tail()}" for process in waiting)
             raise TimeoutError("\n".join([f"not ready after {timeout_s:.0f} s: {names}.", *ends]))
-        if now_s - reported_s >= progress_s:
-            reported_s = now_s
-            for process in waiting if later else waiting[:-1] or waiting:
-                report(f"{process.name} after {now_s - started_s:.0f} s: {process.last_message()}")
+        progress.report_progress(waiting if later else waiting[:-1] or waiting)
         time.sleep(POLL_S)
+
+
+class _Progress:
+    """Progress report of starting servers, every `every_s` seconds, without repetitions."""
+
+    def __init__(self, report: Callable[[str], None], every_s: float) -> None:
+        self._report = report
+        self._every_s = every_s
+        self._started = self._told = time.monotonic()
+        self._reported: dict[str, str] = {}
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._started
+
+    def report_progress(self, waiting: Sequence[Process]) -> None:
+        if time.monotonic() - self._told < self._every_s:
+            return
+        self._told = time.monotonic()
+        doing = {process.name: process.last_message() for process in waiting}
+        news = {
+            name: message for name, message in doing.items() if self._reported.get(name) != message
+        }
+        for name, message in news.items():
+            self._report(f"{name} after {self.seconds:.0f} s: {message}")
+        if doing and not news:
+            self._report(f"waiting for {', '.join(doing)}: {self.seconds:.0f} s")
+        self._reported |= news
 
 
 def stop(

@@ -13,6 +13,7 @@ from pydantic import (
     AliasChoices,
     BeforeValidator,
     Field,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     model_validator,
@@ -153,10 +154,16 @@ class FleetSettings(BaseSettings):
         description="variable that tells an instance its devices (default: CUDA_VISIBLE_DEVICES, "
         "with xpu ZE_AFFINITY_MASK)",
     )
+    device_memory: Annotated[int, _from_text(size_bytes)] | None = Field(
+        None,
+        description="memory of each device, such as 80GiB, to plan for (default: that of the "
+        "visible NVIDIA devices)",
+    )
     gpu_memory_utilization_e: Share | None = Field(
         None,
         validation_alias="GPU_MEMORY_UTILIZATION_E",
-        description="share of a device's memory that is left to an encode instance (default: 0.1)",
+        description="share of a device's memory that is left to an encode instance (default: what "
+        "its encoder and its largest step need)",
     )
     gpu_memory_utilization_p: Share | None = Field(
         None,
@@ -210,6 +217,11 @@ class FleetSettings(BaseSettings):
         False,
         description="let prefill instances read the KV blocks that decode instances keep of a "
         "conversation's previous turn",
+    )
+    kv_recompute_threshold: NonNegativeInt | None = Field(
+        None,
+        description="number of tokens below which prefill computes them again instead of reading "
+        "blocks (default: vLLM's own, 64)",
     )
     kv_events: bool = Field(
         False,
@@ -276,6 +288,8 @@ class FleetSettings(BaseSettings):
             raise ValueError(
                 "--bidirectional-kv needs separate prefill and decode instances, as in 1p1d"
             )
+        if self.kv_recompute_threshold is not None and not self.bidirectional_kv:
+            raise ValueError("--kv-recompute-threshold needs --bidirectional-kv")
         if self.ec_store is not None and Role.ENCODE not in roles:
             raise ValueError("--ec-store needs encode instances, as in 1e1p1d")
         if self.ec_store is not None and self.ec_store_memory is not None:
@@ -291,6 +305,13 @@ class FleetSettings(BaseSettings):
         """Name of the model in requests; None: as on the hub."""
         path = Path(self.model)
         return self.served_model_name or (path.resolve().name if path.is_dir() else None)
+
+    def kv_extra(self) -> Mapping[str, Any]:
+        if not self.bidirectional_kv:
+            return {}
+        threshold = self.kv_recompute_threshold
+        least = {} if threshold is None else {"kv_recompute_threshold": threshold}
+        return {"bidirectional_kv_xfer": True, **least}
 
     def named_devices(self) -> Mapping[Role, tuple[Devices, ...]]:
         """Return the devices named for the topology's instances: `--gpus`, or the variables."""

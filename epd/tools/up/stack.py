@@ -65,12 +65,19 @@ class Fleet:
     _restarts: Restarts = field(default_factory=Restarts, init=False)
 
     @property
+    def all_engines(self) -> tuple[Engine, ...]:
+        return self.plan.engines
+
+    @property
     def store(self) -> str:
         return self.plan.store
 
     @property
     def url(self) -> str:
         return self.plan.url
+
+    def of_role(self, role: Role) -> list[Engine]:
+        return self.plan.of_roles(role)
 
     def __enter__(self) -> Self:
         """Start all servers; raise `ProcessDied` or `TimeoutError` if one does not become ready."""

@@ -306,6 +306,10 @@ def test_prefill_and_decode_both_get_the_conversation_flags() -> None:
 
     assert prefill["kv_connector_extra_config"] == {"bidirectional_kv_xfer": True}
     assert decode["kv_connector_extra_config"] == {"bidirectional_kv_xfer": True}
+    [encode, prefill, decode] = kv_configs(bidirectional_kv=True, kv_recompute_threshold=0)
+    assert encode == {}
+    for one in (prefill, decode):
+        assert one["kv_connector_extra_config"]["kv_recompute_threshold"] == 0
     assert "kv_connector_extra_config" not in kv_configs()[1]
 
 

@@ -452,6 +452,7 @@ def test_an_unreachable_redis_is_reported_before_the_start(tmp_path: Path) -> No
             ("--model", "m", "--bidirectional-kv"),
             "--bidirectional-kv needs separate prefill and decode",
         ),
+        (("--model", "m", "--kv-recompute-threshold", "1"), "threshold needs --bidirectional-kv"),
         (
             ("--model", "m", "--topology", "1p1d", "--ec-store", "redis://h"),
             "--ec-store needs encode instances",
@@ -571,12 +572,25 @@ def test_the_plan_of_the_readmes_fleets_is_for_cuda_without_a_device(command: st
 
 @pytest.mark.fault(104)
 def test_a_fleet_that_does_not_fit_starts_nothing(tmp_path: Path) -> None:
-    gpus = ("--device", "cuda", "--gpus", "e=0,pd=0", "--gpu-memory-utilization-pd", "0.95")
-    refused = Up(tmp_path, *gpus).run()
+    """The size of the model is that of its configuration, the device's what its driver reports."""
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho '0, GPU-aa, 24576'; echo '1, GPU-bb, [N/A]'\n")
+    smi.chmod(0o755)
+    wide = {"hidden_size": 8192, "num_hidden_layers": 60, "intermediate_size": 8192}
+    tower = {"hidden_size": 1000, "depth": 1, "spatial_merge_size": 1}
+    model = _model(tmp_path, text_config=wide, vision_config=tower)
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": "GPU-aa,1"}
+    gpus = ("--model", str(model), "--device", "cuda", "--gpus", "e=GPU-aa,pd=GPU-aa")
+    refused = Up(tmp_path, *gpus).run(environ)
+    apart = Up(tmp_path, *gpus[:-1], "e=GPU-aa,pd=1", "--dry-run").run(environ)
 
     assert refused.returncode == 2
-    assert "instances need 1.05 of the memory of device 0: encode-" in refused.stderr
+    assert "of the memory of device GPU-aa, 24.0 GiB: encode-" in refused.stderr
+    assert "(weights 22.5 GiB, CUDA 1.0 GiB); weights are estimates" in refused.stderr
     assert not (tmp_path / "logs").exists()
+    assert apart.returncode == 0
+    assert re.match(r"# device GPU-aa, 24.0 GiB: encode-\S+ \S+ GiB \(encoder ", apart.stdout)
+    assert re.search(r"# device 1: prefill-decode-\S+ 0.92, vLLM's own share", apart.stdout)
 
 
 def test_the_readme_has_a_fleet_on_named_devices() -> None:
