@@ -68,7 +68,6 @@ def main() -> None:
 
 
 def filled(text: str, place: re.Pattern[str], content: str) -> str:
-    """Return a document with this content at a place."""
     return place.sub(lambda found: f"{found[1]}\n{content}\n{found[2]}", text)
 
 
@@ -86,7 +85,6 @@ def first_row(name: str) -> str:
 
 
 def row(name: str, field: FieldInfo) -> str:
-    """Return the row of one setting."""
     cells = (
         ", ".join(map(code, variables_of(name))) if name in SECRETS else code(flag_of(name)),
         value(name, field),
@@ -97,12 +95,10 @@ def row(name: str, field: FieldInfo) -> str:
 
 
 def description(field: FieldInfo) -> str:
-    """Return the description of a setting in one line."""
     return " ".join((field.description or "").split()).replace("|", "\\|")
 
 
 def value(name: str, field: FieldInfo) -> str:
-    """Return the values that a setting may have."""
     if name in SECRETS:
         return "secret"
     if field.annotation is bool:
@@ -127,7 +123,6 @@ def default(name: str, field: FieldInfo) -> str:
 
 
 def code(text: str) -> str:
-    """Return the text as inline code in Markdown."""
     return f"`{text}`"
 
 

@@ -213,19 +213,6 @@ HOST: Sequence[Check[HostFacts]] = (
         "set EPD_KEY_SECRET, the same for every replica"),
 )
 
-SOURCES: Mapping[str, tuple[Verdict, str]] = {
-    "file": (FAIL, "correct it: the proxy does not start without it"),
-    "registrations": (FAIL, "repair --registration-store: until then no instance can register"),
-    "memory": (WARN, "use the proxy's GET /instances, or keep them in a --registration-store"),
-    "name": (FAIL, "correct the name in --discover-…, or set another --discovery-dns-server"),
-    "kv_addr": (FAIL, "correct its kv_addr, or remove it from the configuration"),
-    "role": (WARN, "run either prefill and decode instances, or prefill_decode instances"),
-    "no decode": (FAIL, "add a decode instance"),
-    "no encode": (WARN, "add an encode instance"),
-    "no prefill": (WARN, "add a prefill instance"),
-}
-"""Verdict and advice by the kind of a defect in the sources of instances."""
-
 INSTANCE: Sequence[Check[InstanceFacts]] = (
     Check(FAIL, "", lambda engine: engine.refuses and engine.problem,
         "start it, or remove it from the configuration: no process listens there. If it ran "
