@@ -14,7 +14,7 @@ from epd.discovery.watching import check_file
 from epd.edge.files import read_keys
 from epd.edge.listening import server_context
 from epd.http.tls import TlsInvalid, upstream_context
-from epd.media.forward_proxy import ProxyInvalid, check_proxies
+from epd.media.forward_proxy import ProxyInvalid, forward_proxies
 from epd.observe.tracing import TracesUnavailable, check_tracing
 from epd.parser import Commands, Parser
 from epd.tenants import KeysInvalid
@@ -80,7 +80,7 @@ def unusable_files(config: ProxyConfig, events_need: Sequence[str] = EVENTS_NEED
         )
     yield from _problems(lambda: check_tracing(config))
     if config.media_fetch_trust_env:
-        yield from _problems(check_proxies)
+        yield from _problems(forward_proxies)
     if config.kv_events and (
         missing := [module for module in events_need if find_spec(module) is None]
     ):
