@@ -13,7 +13,7 @@ from epd.config import ProxyConfig
 from epd.errors import ProxyError
 from epd.media import slots
 from epd.media.fetch import CONNECT_S, SILENT_S, MediaFetcher
-from epd.media.held_bytes import UncountedBytes
+from epd.media.held_bytes import HeldBytes
 from tests.requests import data_url
 from tests.support.fake_origin import ALLOWED, FakeNames, FakeOrigin
 from tests.support.fleet import until
@@ -27,6 +27,15 @@ async def origin() -> AsyncIterator[FakeOrigin]:
         yield origin
 
 
+class _Held(HeldBytes):
+    def __init__(self, scope: str) -> None:
+        self._scope = scope
+
+    @property
+    def scope(self) -> str:
+        return self._scope
+
+
 class Fetching:
     """Fetcher that returns media as whole `data:` URLs."""
 
@@ -34,7 +43,7 @@ class Fetching:
         self._fetcher = fetcher
 
     async def fetch(self, url: str, modality: str, scope: str = "") -> str:
-        media = await self._fetcher.fetch(url, modality, UncountedBytes(scope))
+        media = await self._fetcher.fetch(url, modality, _Held(scope))
         return media.head + media.base64.decode()
 
 
