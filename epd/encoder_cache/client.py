@@ -205,7 +205,7 @@ class EncoderCache:
             if visit.done():
                 _seen(visit)  # the request may be cancelled at this very moment
             else:
-                look.abandon_visit()
+                look.abandoned = True
                 visit.add_done_callback(_seen)
         # Skipped for a cancelled request, which carries no information about the store.
         if isinstance(store, AsyncStore):
@@ -317,7 +317,9 @@ class EncoderCache:
                 async with asyncio.timeout(self._refresh_s):
                     self._namespaces = await self._store.namespaces()
                 self.operations[operation, "ok"] += 1
-                self._log_usable()
+                if self._problem is not None:
+                    logger.info("the encoder store can be used")
+                self._problem = None
             except (StoreError, ValueError, OSError) as error:  # TimeoutError is an OSError
                 late = isinstance(error, TimeoutError)
                 self.operations[operation, "timeout" if late else "error"] += 1
@@ -329,11 +331,6 @@ class EncoderCache:
             with suppress(TimeoutError):
                 async with asyncio.timeout(again_s):
                     await self._refresh_now.wait()
-
-    def _log_usable(self) -> None:
-        if self._problem is not None:
-            logger.info("the encoder store can be used")
-        self._problem = None
 
     def _log_unusable(self, error: Exception, again_s: float) -> None:
         """Log the reason once, until it changes."""
