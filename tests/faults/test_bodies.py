@@ -211,6 +211,7 @@ def content(*parts: object) -> dict[str, Any]:
         ({"messages": [{}, "x"]}, "messages[1]"),
         ({"messages": [], "model": ["m"]}, "model"),
         ({"messages": [{"role": "assistant", "reasoning": []}]}, "messages[0].reasoning"),
+        ({"messages": [{"reasoning_content": {"uuid": "x"}}]}, "messages[0].reasoning_content"),
         (content(None), "messages[0].content[0]"),
         (content(text(), 7), "messages[0].content[1]"),
         (content([image()]), "messages[0].content[0]"),
@@ -408,15 +409,3 @@ async def test_a_clients_transfer_parameters_reach_no_instance(
         for instance in (*fleet.encode, *fleet.prefill, *fleet.decode):
             assert "evil" not in json.dumps(instance.calls[0].body)
             assert "stolen" not in json.dumps(instance.calls[0].body)
-
-
-@pytest.mark.fault(56)
-@pytest.mark.security("S5")
-@pytest.mark.parametrize("kind", ["image_embeds", "audio_embeds", "video_embeds", "image_pil"])
-async def test_a_part_that_names_an_entry_is_refused(launch: Launch, kind: str) -> None:
-    async with launch() as fleet:
-        body = content({"type": kind, kind: {}, "uuid": "a" * 64})
-        status, slug, error = await answer(fleet, json.dumps(body).encode())
-
-        assert (status, slug) == (400, "reserved_field")
-        assert error["param"] == "messages[0].content[0]"

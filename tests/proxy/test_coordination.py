@@ -82,24 +82,6 @@ async def test_short_prompts_are_not_prefilled_separately(launch: Launch, stream
         assert asked(fleet) == (1, 2, 3)
 
 
-async def test_texts_of_any_length_are_not_prefilled_separately(launch: Launch) -> None:
-    async with launch(1, 1, 1, skip_prefill_for_text=True) as fleet:
-        assert await answered(fleet, request(text("a" * 9999))) == 200
-
-        assert asked(fleet) == (0, 0, 1)
-
-
-@each_choice
-async def test_only_the_local_instance_prefills(launch: Launch, choice: str) -> None:
-    policies = ("prefill_local_decode_remote",)
-    async with launch(1, 3, 2, policies=policies, decode_choice=choice) as fleet:
-        for _ in range(4):
-            assert await answered(fleet, request(text())) == 200
-
-        assert [len(one.calls) for one in fleet.prefill] == [4, 0, 0]
-        assert [len(one.calls) for one in fleet.decode] == [2, 2]
-
-
 async def test_an_early_choice_counts_as_load_from_the_choice_on(launch: Launch) -> None:
     goes_on = asyncio.Event()
 

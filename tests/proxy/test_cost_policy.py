@@ -163,12 +163,6 @@ async def test_items_are_encoded_if_their_consumers_write_no_outputs(
         assert await decisions(fleet) == {"encode,unsaved": 1}
 
 
-async def test_items_may_stay_unsaved_if_allowed(launch: Launch, both: Both, url: str) -> None:
-    policies = ("cost?encode_below_pixels=20000&allow_unsaved=true",)
-    async with running(launch, both, url, writes=False, policies=policies) as fleet:
-        assert await items_of(fleet, request(SMALL)) == {"local": 1}
-
-
 async def test_item_beside_one_without_media_is_encoded(
     launch: Launch, both: Both, url: str
 ) -> None:
@@ -199,14 +193,6 @@ async def test_cost_is_compared_once_an_encode_instance_is_measured(
 
         assert found == [{"encoded": 1}, {"encoded": 1}, {"local": 1}, {"local": 1}]
         assert await decisions(fleet) == {"encode,unmeasured": 2, "local,cheaper": 2}
-
-
-async def test_item_is_encoded_where_that_is_cheaper(launch: Launch, both: Both, url: str) -> None:
-    async with running(launch, both, url, policies=("cost?pd_slowdown=1000",)) as fleet:
-        for size in range(3):
-            await items_of(fleet, request(image(png(100 + size, 100))))
-
-        assert await decisions(fleet) == {"encode,unmeasured": 2, "encode,cheaper": 1}
 
 
 async def test_tokens_of_a_picture_are_predicted_by_the_pixels_of_earlier_ones(

@@ -534,26 +534,6 @@ async def test_media_that_do_not_fit_the_cache_are_fetched_again(origin: FakeOri
 # Concurrent fetches
 
 
-async def test_concurrent_requests_are_one_download(origin: FakeOrigin) -> None:
-    go = asyncio.Event()
-
-    async def answer(_: web.Request) -> web.Response:
-        await go.wait()
-        return web.Response(body=b"picture", content_type="image/png")
-
-    origin.answer = answer
-    async with fetching() as fetcher:
-        tasks = [asyncio.create_task(fetcher.fetch(origin.url, "image")) for _ in range(20)]
-        await until(lambda: origin.requests)
-        for task in tasks[:5]:
-            task.cancel()
-        await asyncio.wait(tasks[:5])
-        go.set()
-
-        assert await asyncio.gather(*tasks[5:]) == [PICTURE] * 15
-    assert len(origin.requests) == 1
-
-
 async def test_an_abandoned_download_is_cancelled(origin: FakeOrigin) -> None:
     origin.answer = hangs
     async with fetching() as fetcher:
