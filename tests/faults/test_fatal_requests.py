@@ -22,6 +22,7 @@ from tests.support.clients import ALICE, BOB, bearer
 from tests.support.fake_instance import (
     FakeInstance,
     Handler,
+    after,
     chunk,
     decodes,
     drops,
@@ -259,12 +260,8 @@ async def test_an_item_of_which_instances_died_meanwhile_goes_to_no_other_stage(
     """Requests with different `Authorization` share no encode."""
     go_on = asyncio.Event()
 
-    async def waits(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        await go_on.wait()
-        return await refuses(503, "busy")(http, body)
-
     async with launch(encode=1, decode=2) as fleet:
-        fleet.e.chat = waits
+        fleet.e.chat = after(go_on, refuses(503, "busy"))
         first, second = ({"Authorization": f"Bearer {key}"} for key in "ab")
         slow = asyncio.create_task(outcome(fleet, request(text("1"), image()), first))
         await until(lambda: len(fleet.e.calls) == 1)
@@ -574,10 +571,6 @@ async def test_requests_in_quarantine_are_served_one_at_a_time_until_their_kind_
 ) -> None:
     go_on = asyncio.Event()
 
-    async def waits(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        await go_on.wait()
-        return await decodes(http, body)
-
     async with launch(decode=4, decode_balance="round_robin") as fleet:
         assert await quarantined_tenants(fleet) == 0
         poisoned(*fleet.decode)
@@ -587,7 +580,7 @@ async def test_requests_in_quarantine_are_served_one_at_a_time_until_their_kind_
         assert sum("tenant in quarantine" in line["event"] for line in logs) == 1
         assert await quarantined_tenants(fleet) == 1
         before = sent(fleet.decode)
-        killed_by(waits, *fleet.decode)
+        killed_by(after(go_on, decodes), *fleet.decode)
         asked = [
             asyncio.create_task(outcome(fleet, request(text(f"{number} of another kind" * 20))))
             for number in range(10)

@@ -11,7 +11,7 @@ from epd.server.app_keys import TABLE
 from tests.requests import image, request, text
 from tests.support.fake_instance import (
     FakeInstance,
-    Handler,
+    after,
     decodes,
     drops,
     hangs,
@@ -85,22 +85,15 @@ async def test_short_prompts_are_not_prefilled_separately(launch: Launch, stream
 async def test_an_early_choice_counts_as_load_from_the_choice_on(launch: Launch) -> None:
     goes_on = asyncio.Event()
 
-    def waiting(chat: Handler) -> Handler:
-        async def waits(web_request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-            await goes_on.wait()
-            return await chat(web_request, body)
-
-        return waits
-
     async with (
         launch(1, 1, 2, decode_choice="early") as fleet,
         asyncio.TaskGroup() as group,
     ):
         for one in fleet.decode:
-            one.chat = waiting(one.chat)
+            one.chat = after(goes_on, one.chat)
         group.create_task(answered(fleet, request(text())))
         await until(lambda: asked(fleet)[2] == 1)
-        fleet.p.chat = waiting(fleet.p.chat)
+        fleet.p.chat = after(goes_on, fleet.p.chat)
         for _ in range(4):
             group.create_task(answered(fleet, request(text())))
         await until(lambda: asked(fleet)[1] == 5)

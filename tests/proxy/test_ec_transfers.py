@@ -198,16 +198,6 @@ async def test_a_consumer_counts_as_loaded_while_its_item_is_encoded(launch: Lau
         await asyncio.gather(held, return_exceptions=True)
 
 
-@pytest.mark.fault(75)
-async def test_a_push_that_its_consumer_refuses_is_repeated_once(launch: Launch) -> None:
-    async with mooncake(launch, Pushes()) as fleet:
-        fleet.d.chat = refuses(400, "no")
-        status, _ = await fleet.chat(request(image()))
-
-        assert status == 400
-        assert len(fleet.d.calls) == 2
-
-
 @pytest.mark.parametrize("fault", [drops, refuses(500), refuses(503)])
 async def test_a_retried_encode_has_new_ids(launch: Launch, fault: Handler) -> None:
     pushes = Pushes()
@@ -274,6 +264,7 @@ async def test_a_lost_push_is_repeated_with_the_media(
         assert not fleet.events.changes  # the consumer is not at fault
 
 
+@pytest.mark.fault(75)
 @pytest.mark.parametrize(("media", "requests"), [("metadata", 2), ("raw", 1)])
 async def test_a_400_is_repeated_only_if_media_were_not_sent(
     launch: Launch, media: str, requests: int

@@ -475,26 +475,6 @@ async def test_an_abandoned_encode_is_cancelled(
         assert await items_of(fleet, request(image())) == {"encoded": 1}
 
 
-async def test_a_waiter_retries_an_encode_that_failed(
-    launch: Launch, backed: Backed, url: str
-) -> None:
-    async with caching(launch, backed, url, on_encode_failure="fail") as fleet:
-
-        async def fails_once(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-            fleet.e.chat = backed.encodes
-            await asyncio.sleep(0.3)
-            return await refuses(503, "busy")(request, body)
-
-        fleet.e.chat = fails_once
-        first = asyncio.create_task(fleet.chat(request(image())))
-        await until(lambda: encoded(fleet) == 1)
-        others = [asyncio.create_task(fleet.chat(request(image()))) for _ in range(4)]
-
-        assert (await first)[0] == 503
-        assert {status for status, _ in await asyncio.gather(*others)} == {200}
-        assert encoded(fleet) == 2
-
-
 # Choice of the encode instance, and its failures
 
 

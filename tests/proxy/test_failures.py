@@ -11,7 +11,9 @@ from yarl import URL
 from tests.requests import image, request, text
 from tests.support.fake_instance import (
     Handler,
+    after,
     chunk,
+    decodes,
     drops,
     hangs,
     refuses,
@@ -135,12 +137,8 @@ async def test_redirects_are_not_followed(launch: Launch, role: str) -> None:
 async def test_100_concurrent_requests_reach_decode_together(launch: Launch) -> None:
     go_on = asyncio.Event()
 
-    async def waits(_: web.Request, __: dict[str, Any]) -> web.Response:
-        await go_on.wait()
-        return web.json_response({})
-
     async with launch() as fleet:
-        fleet.d.chat = waits
+        fleet.d.chat = after(go_on, decodes)
         chats = [asyncio.create_task(fleet.chat(request(text()))) for _ in range(100)]
         await until(lambda: len(fleet.d.calls) == len(chats))
         go_on.set()
@@ -190,16 +188,6 @@ async def test_a_wrong_method_is_logged_with_the_path_of_its_route(launch: Launc
         paths = [one.path for one in fleet.events.requests]
 
     assert paths == ["/v1/chat/completions", "/v1/media/{uuid}"]
-
-
-@pytest.mark.security("S10")
-@pytest.mark.fault(49)
-async def test_a_too_large_body_is_rejected(launch: Launch) -> None:
-    body = request(text("x" * 10_000))
-    async with launch(max_body_bytes=10_000) as fleet, fleet.post(body) as reply:
-        assert reply.status == 413
-        assert reply.headers["x-epd-error"] == "body_too_large"
-        check_error(await reply.json(), code=413)
 
 
 async def test_a_body_that_does_not_come(launch: Launch) -> None:

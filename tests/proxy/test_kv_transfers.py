@@ -34,19 +34,6 @@ async def test_decode_gets_the_kv_transfer_params_of_prefill(
         assert all(len(one.calls) >= 2 for one in (*fleet.prefill, *fleet.decode))
 
 
-@transfers
-async def test_completions_take_the_same_way(launch: Launch, transfer: str) -> None:
-    body = {"model": "m", "prompt": "Hello", "max_tokens": 4}
-    async with strict(launch, transfer, prefill=2, decode=2) as (fleet, wire):
-        for stream in (True, False):
-            url = f"{fleet.url}/v1/completions"
-            async with fleet.http.post(url, json=body | {"stream": stream}) as reply:
-                assert reply.status == 200, await reply.text()
-                await reply.read()
-
-        assert wire.fetched == 2
-
-
 async def test_a_push_is_in_turn_until_the_prefill_instance_is_known(launch: Launch) -> None:
     async with strict(launch, "nixl-push") as (fleet, _):
         for _ in range(3):

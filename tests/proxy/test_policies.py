@@ -4,17 +4,16 @@ import asyncio
 import json
 import os
 import signal
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
 from tests.requests import request, text
-from tests.support.configured import Proxy, instances, proxy
-from tests.support.fake_instance import decodes, encodes, prefills
+from tests.support.fake_instance import FakeInstance, decodes, encodes, prefills
 from tests.support.fleet import Launch, until
 from tests.support.picker import asked
+from tests.support.reloading import everywhere, proxy
 
 ADMIN = "admin-key-0123456789"
 KEY = {"X-API-Key": ADMIN}
@@ -154,41 +153,49 @@ async def test_changes_of_policies_need_the_admin_key(launch: Launch, method: st
         assert await in_force(fleet.url) == USUAL
 
 
-async def everywhere(running: Proxy, expected: list[str]) -> None:
+async def all_have(url: str, expected: list[str]) -> None:
     """Check on many connections, which reach all workers, that these policies are in force."""
-    found = await asyncio.gather(*(in_force(running.url) for _ in range(16)))
+    found = await asyncio.gather(*(in_force(url) for _ in range(16)))
     assert all(one == expected for one in found), found
+
+
+async def chat(url: str) -> int:
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(f"{url}/v1/chat/completions", json=request(text())) as reply,
+    ):
+        return reply.status
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 async def test_a_change_reaches_all_workers_and_a_new_one_has_it(
-    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EPD_ADMIN_API_KEY", ADMIN)
-    async with instances(encodes, prefills, decodes) as (e, p, d):
-        urls = {
-            "encode_servers_urls": [e.url],
-            "prefill_servers_urls": [p.url],
-            "decode_servers_urls": [d.url],
-        }
-        async with proxy(tmp_path, workers, **urls) as running:
-            assert await running.statuses(text()) == {200}
+    encode, p, decode = FakeInstance(encodes), FakeInstance(prefills), FakeInstance(decodes)
+    async with encode.running(), p.running(), decode.running():
+        urls = [
+            *("--encode-servers-urls", encode.url, "--prefill-servers-urls", p.url),
+            *("--decode-servers-urls", decode.url),
+        ]
+        async with proxy(workers, *urls) as running:
+            assert await everywhere(lambda: chat(running.url)) == {200}
             assert p.calls
             status, _ = await call(running.url, "POST", {"policy": SHORT})
             assert status == 200
-            await everywhere(running, [SHORT, *USUAL])
+            await all_have(running.url, [SHORT, *USUAL])
             p.calls.clear()
-            assert await running.statuses(text()) == {200}
+            assert await everywhere(lambda: chat(running.url)) == {200}
             assert not p.calls
 
             if workers > 1:
                 os.kill(running.pids(1)[0], signal.SIGKILL)
                 await until(lambda: len(running.pids(1)) == 2, 120)
-                await everywhere(running, [SHORT, *USUAL])
+                await all_have(running.url, [SHORT, *USUAL])
 
             status, _ = await call(running.url, "PUT", {"policies": ["encode_prefill_decode"]})
             assert status == 200
-            await everywhere(running, ["encode_prefill_decode"])
+            await all_have(running.url, ["encode_prefill_decode"])
             status, said = await call(running.url, "DELETE")
             assert (status, said["from"]) == (200, "configuration")
-            await everywhere(running, USUAL)
+            await all_have(running.url, USUAL)

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from epd.server.app_keys import ADMISSION
 from tests.requests import data_url, image, request, text
-from tests.support.fake_instance import chunk, encodes_without_params, hangs
+from tests.support.fake_instance import chunk, encodes_without_params, hangs, streams_then
 from tests.support.fake_origin import ALLOWED, FakeOrigin
 from tests.support.fleet import Launch, until
 
@@ -78,17 +78,11 @@ async def test_files_stay_the_engines(
 async def test_fetched_media_are_counted_like_a_body_until_decode_has_answered(
     launch: Launch, origin: FakeOrigin
 ) -> None:
-    async def falls_silent(asked: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await stream.prepare(asked)
-        await stream.write(chunk("a"))
-        return await hangs(asked, body)
-
     origin.content = b"x" * 60_000  # 80,000 bytes as base64
     asked = request(image(origin.url), stream=True)
     async with launch(**ALLOWED, max_inflight_bytes=100_000, decode_media="raw") as fleet:
         assert (await fleet.chat(request(*[image(origin.url)] * 2)))[0] == 400  # can never fit
-        fleet.d.chat = falls_silent
+        fleet.d.chat = streams_then(chunk("a"), then=hangs)
         async with fleet.post(asked) as first, fleet.post(asked) as second:
             assert (first.status, second.status) == (200, 200)
         fleet.d.chat = hangs
