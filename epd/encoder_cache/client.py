@@ -174,7 +174,6 @@ class EncoderCache:
             self._lease_again(look.found)
 
     def _count_lookup(self, look: Lookup, failure: Exception | None) -> None:
-        """Count a lookup and its claims, and inform the breakers."""
         if look.found is None:
             self.operations["lookup", "error" if failure else "timeout"] += 1
             self._reading.record_failure(failure or LATE)
@@ -303,7 +302,6 @@ class EncoderCache:
         return answer
 
     async def _refresh(self) -> None:
-        """Open the store, and read the namespaces periodically."""
         while True:
             again_s = self._refresh_s
             operation: Operation = "open" if self._store is None else "namespaces"
@@ -345,7 +343,6 @@ class EncoderCache:
         logger.warning(event, reason=self._problem, next=again)
 
     def keep_running(self, task: str, work: Work) -> None:
-        """Run a task in the background, and restart it after an exception."""
         self.run_later(self._background.keep_running(task, work))
 
     def run_later(self, work: Coroutine[Any, Any, None]) -> None:

@@ -310,16 +310,3 @@ async def test_a_stream_cut_at_any_byte_arrives_byte_for_byte(launch: Launch) ->
                 async with fleet.post(request(text(), stream=True)) as reply:
                     assert await reply.read() == stream
         assert len(decode.exchanges) == len(scripts)
-
-
-@pytest.mark.fault(41)
-async def test_a_stream_that_comes_byte_by_byte_arrives_byte_for_byte(launch: Launch) -> None:
-    stream = b"".join([*EVENTS, DONE])
-    pieces = [chunked(bytes([byte])) for byte in stream]
-    script = [read_request(), send(STREAM_HEAD), *map(send, pieces), send(LAST_CHUNK), hold()]
-    async with (
-        Scripted(script).running() as decode,
-        launch(decode_servers_urls=(decode.url,)) as fleet,
-        fleet.post(request(text(), stream=True)) as reply,
-    ):
-        assert await reply.read() == stream

@@ -167,17 +167,6 @@ async def test_a_client_that_leaves_aborts_both(launch: Launch, stream: bool) ->
         await until(lambda: (fleet.p.aborted, fleet.d.aborted) == (1, 1))
 
 
-@pytest.mark.fault(44)
-async def test_a_client_that_leaves_when_prefill_has_ended_aborts_decode(launch: Launch) -> None:
-    async with strict(launch, "mooncake") as (fleet, wire):
-        fleet.d.chat = hangs
-        asking = asyncio.ensure_future(fleet.chat(request(text())))
-        await until(lambda: wire.made and not fleet.p.open)
-        asking.cancel()
-        await until(lambda: fleet.d.aborted == 1)
-        wire.made.clear()  # an aborted engine tells prefill
-
-
 @pytest.mark.fault(36)
 async def test_a_request_that_decode_refuses_is_the_clients(launch: Launch) -> None:
     async with strict(launch, "mooncake", prefill=2, decode=2) as (fleet, _):

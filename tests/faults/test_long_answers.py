@@ -10,7 +10,7 @@ import epd
 from epd.errors import Outcome, UpstreamTimeout
 from tests.requests import request, text
 from tests.support.fake_instance import Handler, chunk, decodes, hangs, prefills, streams_then
-from tests.support.fleet import Launch, until
+from tests.support.fleet import Launch
 
 pytestmark = pytest.mark.fault(71)
 
@@ -29,17 +29,6 @@ async def test_an_answer_without_a_stream_outlasts_the_first_byte_timeout(launch
         assert (await fleet.chat(request(text())))[0] == 200
         async with fleet.post(request(text(), stream=True)) as reply:
             assert (reply.status, reply.headers["x-epd-error"]) == (504, "decode_timeout")
-
-
-async def test_an_answer_without_a_stream_ends_with_the_requests_deadline(launch: Launch) -> None:
-    async with launch(decode=2, eject_after=1) as fleet:
-        for instance in fleet.decode:
-            instance.chat = hangs
-        async with fleet.post(request(text()), {"x-request-timeout": "0.5"}) as reply:
-            assert (reply.status, reply.headers["x-epd-error"]) == (504, "request_timeout")
-
-        await until(lambda: sum(one.aborted for one in fleet.decode) == 1)
-        assert fleet.events.changes == []
 
 
 async def test_late_decodes_are_not_ejected(launch: Launch) -> None:

@@ -95,24 +95,6 @@ async def test_least_load_uses_reported_load(launch: Launch) -> None:
         assert f"epd_instance_reported_requests{{{labels}}} 9" in page
 
 
-async def test_own_requests_in_a_load_report_are_not_counted_twice(
-    launch: Launch,
-) -> None:
-    async with launch(decode=2, **OFTEN) as fleet:
-
-        async def truth() -> web.Response:
-            return await reports((0, fleet.d.open))()
-
-        fleet.d.metrics = truth
-        async with held(fleet, 4) as end:
-            assert [one.open for one in fleet.decode] == [2, 2]
-            await known(fleet, fleet.d, waiting=0, running=2)
-            async with held(fleet, 2) as more:
-                assert [one.open for one in fleet.decode] == [3, 3]
-                more.set()
-            end.set()
-
-
 async def drips() -> web.Response:
     await asyncio.sleep(60)
     return web.Response()

@@ -42,23 +42,6 @@ async def answered(fleet: Fleet, body: dict[str, Any], **headers: str) -> int:
         return reply.status
 
 
-@each_policy
-@each_choice
-@each_form
-async def test_each_policy_asks_its_stages_in_turn(
-    launch: Launch, policy: str, choice: str, stream: bool
-) -> None:
-    async with launch(1, 2, 2, policies=(policy,), decode_choice=choice) as fleet:
-        assert await answered(fleet, request(text(), image(), stream=stream)) == 200
-
-        encode, prefill, decode = asked(fleet)
-        [prefilled] = [call for one in fleet.prefill for call in one.calls]
-
-    assert (encode, prefill, decode) == (int(policy != "prefill_decode"), 1, 1)
-    types = [part["type"] for part in prefilled.parts]
-    assert types == ["text", "image_url" if policy == "prefill_decode" else "image_embeds"]
-
-
 async def test_media_without_an_encode_stage_keep_the_keys_of_the_proxy(launch: Launch) -> None:
     async with launch(1, 1, 1, policies=("prefill_decode",)) as fleet:
         assert await answered(fleet, request(image(uuid="mine"))) == 200

@@ -490,25 +490,6 @@ async def test_a_picture_goes_to_the_same_instance_again(launch: Launch) -> None
         assert sum(map(bool, uuids)) > 1
 
 
-async def test_one_picture_does_not_overload_its_instance(launch: Launch) -> None:
-    """With other processor options the picture is another output with the same routing key."""
-    async with launch(encode=2, trust_request_mm_kwargs=True) as fleet:
-        for instance in fleet.encode:
-            instance.chat = hangs
-        clients = [
-            asyncio.create_task(
-                fleet.chat(request(image(), mm_processor_kwargs={"max_pixels": number}))
-            )
-            for number in range(16)
-        ]
-        await until(lambda: encoded(fleet) == 16)
-        calls = [len(one.calls) for one in fleet.encode]
-        for client in clients:
-            client.cancel()
-
-        assert max(calls) <= 11
-
-
 async def test_an_item_is_sent_to_three_instances_at_most(launch: Launch) -> None:
     async with launch(encode=5, on_encode_failure="fail") as fleet:
         for instance in fleet.encode:

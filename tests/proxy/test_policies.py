@@ -105,8 +105,6 @@ CANNOT: list[tuple[str, object, int, str]] = [
     ("PUT", {"policies": []}, 422, "at least one policy is needed"),
     ("PUT", {"policies": [*USUAL, "nothing"]}, 422, "there is no policy 'nothing'"),
     ("PUT", {"policies": "encode_pd"}, 422, "the body must be"),
-    ("PUT", {"policies": [1]}, 422, "the body must be"),
-    ("PUT", {"policies": USUAL, "more": 1}, 422, "the body must be"),
     ("PUT", {"policies": ["encode_pd?decode_from=picker"]}, 422, "--decode-picker-url"),
     ("PUT", {"policies": ["e" * 9999]}, 422, "at most 1024 characters"),
     ("PUT", {"policies": ["encode_pd"]}, 422, "no request would be served"),
@@ -115,9 +113,7 @@ CANNOT: list[tuple[str, object, int, str]] = [
     ("POST", {"policy": SHORT.replace("20", "-1")}, 422, "greater than or equal to 0"),
     ("POST", {"policy": SHORT.replace("20", "9" * 30)}, 422, "less than or equal to"),
     ("POST", {"policy": "prefill_decode", "priority": 0}, 422, "whole number from 1"),
-    ("POST", {"policy": "prefill_decode", "priority": -1}, 422, "whole number from 1"),
     ("POST", {"policy": "prefill_decode", "priority": True}, 422, "whole number from 1"),
-    ("POST", {"policy": "prefill_decode", "priority": "1"}, 422, "whole number from 1"),
     ("POST", {"policy": "prefill_decode", "more": 1}, 422, "the body must be"),
     (
         *("POST", {"policy": "prefill_local_decode_remote?local_prefill_url=http://x:1"}, 422),
