@@ -57,15 +57,13 @@ def check_error(
         (refuses(503), 503, "encode_overloaded"),
     ],
 )
-@pytest.mark.parametrize("stream", [False, True])
 async def test_a_failing_encoder_ends_in_one_clear_error(
-    launch: Launch, fault: Handler, status: int, slug: str, stream: bool
+    launch: Launch, fault: Handler, status: int, slug: str
 ) -> None:
     timeout_s = 0.2 if fault is hangs else 30
     async with launch(encode_timeout_s=timeout_s, on_encode_failure="fail") as fleet:
         fleet.e.chat = fault
-        body = request(text(), image(), stream=stream)
-        async with fleet.post(body) as reply:
+        async with fleet.post(request(text(), image())) as reply:
             assert reply.status == status
             assert reply.headers["x-epd-stage"] == "encode"
             assert reply.headers["x-epd-error"] == slug
@@ -74,18 +72,39 @@ async def test_a_failing_encoder_ends_in_one_clear_error(
         assert [event.error for event in fleet.events.requests] == [slug]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_decodes_error_in_another_shape_is_made_openais(launch: Launch, stream: bool) -> None:
+async def test_decodes_error_in_another_shape_is_made_openais(launch: Launch) -> None:
     async def not_found(_: web.Request, __: dict[str, Any]) -> web.Response:
         return web.json_response({"detail": "Not Found"}, status=404)
 
     async with launch() as fleet:
         fleet.d.chat = not_found
-        status, reply = await fleet.chat(request(text(), stream=stream))
+        status, reply = await fleet.chat(request(text()))
 
         assert status == 404
         check_error(reply, code=404)
         assert reply["error"]["message"] == "Not Found"
+
+
+@pytest.mark.fault(39)
+async def test_half_of_an_end_mark_is_no_end(launch: Launch) -> None:
+    async with launch() as fleet:
+        fleet.d.chat = streams_then(chunk("a"), b"data: [DONE]\n")
+        async with fleet.post(request(text(), stream=True)) as reply:
+            content = await reply.read()
+
+        assert content.startswith(chunk("a") + b'data: {"error":{"message":')
+        assert b"[DONE]" not in content
+        assert [event.error for event in fleet.events.requests] == ["decode_truncated"]
+
+
+@pytest.mark.fault(40)
+async def test_an_error_event_of_decode_is_passed_on(launch: Launch) -> None:
+    error = b'data: {"error": {"message": "late"}}\n\n'
+    async with launch() as fleet:
+        for events in ((error, b"data: [DONE]\n\n"), (error,)):
+            fleet.d.chat = streams_then(*events)
+            async with fleet.post(request(text(), stream=True)) as reply:
+                assert await reply.read() == b"".join(events)
 
 
 @pytest.mark.fault(39)
