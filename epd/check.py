@@ -14,7 +14,7 @@ from epd.discovery.watching import check_file
 from epd.edge.files import read_keys
 from epd.edge.listening import server_context
 from epd.http.tls import TlsInvalid, upstream_context
-from epd.media.forward_proxy import ProxyInvalid, check_proxies
+from epd.media.forward_proxy import ProxyInvalid, forward_proxies
 from epd.observe.tracing import TracesUnavailable, check_tracing
 from epd.parser import Commands, Parser
 from epd.tenants import KeysInvalid
@@ -69,7 +69,7 @@ def unusable_files(config: ProxyConfig) -> Iterator[str]:
         )
     yield from _problems(lambda: check_tracing(config))
     if config.media_fetch_trust_env:
-        yield from _problems(check_proxies)
+        yield from _problems(forward_proxies)
     if config.kv_events and find_spec("zmq") is None:
         yield "--kv-events needs pip install '.[kv-events]' in the checkout: there is no zmq"
     yield from _problems(lambda: read_keys(config), "--api-keys-file ")

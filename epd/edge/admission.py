@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple, Self
 from epd.config.sections import ConfigFields
 from epd.edge.tenant_use import RateLimiter, TenantUse
 from epd.errors import Overloaded, TooManyRequests, TryLater
+from epd.media.held_bytes import HeldBytes
 from epd.tenants import Tenant
 
 
@@ -131,7 +132,7 @@ REFUSALS: Mapping[Reason, tuple[type[TryLater], str, str]] = {
 
 
 @dataclass(slots=True, eq=False)
-class AdmittedRequest:
+class AdmittedRequest(HeldBytes):
     """Place and bytes of one request. The end of the context releases both.
 
     Attributes:
@@ -179,15 +180,12 @@ class AdmittedRequest:
         return self._tenant.name
 
     def separate_count(self) -> "AdmittedRequest":
-        """Return a separate count of bytes for the same tenant."""
         return AdmittedRequest(self._admission, self._tenant, self._use)
 
     def add(self, size: int) -> None:
-        """Count more bytes; raises as `grow` does."""
         self.grow(self.size + size)
 
     def try_add(self, size: int) -> bool:
-        """Count more bytes if there is room for them. Return whether there is."""
         if self._admission.find_room(self._use, size) is not None:
             return False
         self.set_size(self.size + size)
@@ -211,7 +209,6 @@ class AdmittedRequest:
         self._admission.check_room(self._use, size)
 
     def remove(self, size: int) -> None:
-        """Stop counting some of the bytes."""
         self.set_size(max(0, self.size - size))
 
     def set_size(self, size: int) -> None:
@@ -222,14 +219,10 @@ class AdmittedRequest:
         self.size = size
 
     def may_give_up(self, size: int, give_up: Callable[[], None]) -> None:
-        """Offer `size` of the counted bytes to requests that find no room.
-
-        `give_up` is then called, at most once, to free them.
-        """
+        """Offer counted bytes to requests that find no room; `give_up` is called at most once."""
         self._admission.offers[self] = Offer(self._use, size, give_up)
 
     def withdraw_offer(self) -> None:
-        """End the offer of `may_give_up`, if there is one."""
         self._admission.offers.pop(self, None)
 
     def release(self) -> None:

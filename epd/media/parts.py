@@ -96,13 +96,8 @@ def check_inside(path: str, allowed: Path, param: str) -> None:
 
 def inline_bytes(item: MMItem, cuts: Cuts) -> int:
     """Return the length of an item's base64 text in the request; 0 without one."""
-    value = item.part.get(item.kind)
-    fields = value if isinstance(value, dict) else {}
-    text = fields.get("data") or fields.get("url")
-    if not isinstance(text, str) or (item.kind != "input_audio" and text[:5].lower() != "data:"):
-        return 0
-    found = cuts.get(text[-MARK_LENGTH:])
-    return len(text) - text.find(",") - 1 if found is None else len(found)
+    media = source(item, cuts)
+    return len(media.base64) if isinstance(media, Inline) else 0
 
 
 def check_image(media: Inline, *, max_pixels: int, min_side: int = MIN_SIDE) -> int:

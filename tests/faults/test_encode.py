@@ -12,6 +12,7 @@ from tests.requests import image, request, text
 from tests.support.fake_instance import (
     FakeInstance,
     Handler,
+    after,
     drops,
     encodes,
     fails_first,
@@ -354,16 +355,12 @@ async def test_an_instance_gets_one_request_at_a_time_after_an_outage_and_its_sh
     go_on = asyncio.Event()
     fast: Any = {"probe_interval_s": 0.2}
 
-    async def waits(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        await go_on.wait()
-        return await encodes(http, body)
-
     launch.starting = int(starts)
     async with launch(encode=2, encode_balance="round_robin", **fast) as fleet:
         await until(lambda: fleet.e.probes)
         fleet.e.healthy = False
         await until(lambda: fleet.events.changes)
-        fleet.e.healthy, fleet.e.chat = True, waits
+        fleet.e.healthy, fleet.e.chat = True, after(go_on, encodes)
         await until(lambda: len(fleet.events.changes) == 2)
         sent = [fleet.chat(request(image(b"%d" % number))) for number in range(6)]
         tasks = [asyncio.create_task(one) for one in sent]

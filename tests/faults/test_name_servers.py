@@ -168,7 +168,7 @@ async def test_media_on_silent_name_servers_disturb_no_other_request(
     hosts = [f"m{number}.silent.test" for number in range(16)]
     async with silent.running(), launch() as up:
 
-        def resolver_of(_: Any) -> dns.asyncresolver.Resolver:
+        def resolver_of(*_: Any) -> dns.asyncresolver.Resolver:
             resolver = dns.asyncresolver.Resolver(configure=False)
             resolver.nameservers, resolver.lifetime = ["127.0.0.1"], names.LOOKUP_S
             resolver.port = int(silent.address.rpartition(":")[2])

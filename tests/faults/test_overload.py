@@ -192,20 +192,6 @@ async def test_a_client_that_disconnects_within_an_unread_body_leaves_the_queue(
 
 
 @pytest.mark.fault(60)
-async def test_a_client_that_leaves_while_served_lets_the_next_one_in(launch: Launch) -> None:
-    async with busy(launch, max_requests=1) as (fleet, gate):
-        leaves = ask(fleet, "leaves")
-        await until(lambda: fleet.d.calls)
-        stays = ask(fleet, "stays")
-        await shows(fleet, epd_requests_queued=1)
-        leaves.cancel()
-        await until(lambda: len(fleet.d.calls) == 2)
-        gate.open.set()
-
-        assert (await stays)[0] == 200
-
-
-@pytest.mark.fault(60)
 async def test_openais_client_obeys_retry_after(launch: Launch) -> None:
     config = {"max_requests": 1, "max_queue": 0}
     async with (

@@ -13,7 +13,7 @@ from aiohttp import web
 from epd.discovery.polling import MAX_PAGE_BYTES
 from epd.routing.instances import Role
 from tests.requests import image, request, text
-from tests.support.fake_instance import FakeInstance, decodes, reports
+from tests.support.fake_instance import FakeInstance, after, decodes, reports
 from tests.support.fleet import Fleet, Launch, until
 from tests.support.registration import ADMIN, KEY, empty, listing, register, taking_part
 
@@ -50,12 +50,8 @@ async def held(fleet: Fleet, requests: int) -> AsyncIterator[asyncio.Event]:
     """Keep `requests` requests in progress at the decode instances until the event is set."""
     end = asyncio.Event()
 
-    async def holds(asked: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        await end.wait()
-        return await decodes(asked, body)
-
     for one in fleet.decode:
-        one.chat = holds
+        one.chat = after(end, decodes)
     async with asyncio.TaskGroup() as group:
         for _ in range(requests):
             before = sum(len(one.calls) for one in fleet.decode)

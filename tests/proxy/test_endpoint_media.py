@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from typing import Any
 
 import pytest
 
@@ -172,28 +171,6 @@ async def test_no_endpoint_takes_kwargs_that_are_not_trusted(fleet: Fleet, path:
     await ask(fleet, path, body)
 
     assert all("mm_processor_kwargs" not in call.body for call in [*fleet.e.calls, *fleet.d.calls])
-
-
-@pytest.mark.parametrize(
-    "part",
-    [
-        {"image_url": URL},
-        {"image_url": {"url": URL}, "uuid": "theirs"},
-        {"type": "input_image", "image_url": URL, "uuid": "theirs"},
-    ],
-)
-async def test_a_picture_of_a_chat_is_encoded_in_every_spelling_of_vllms(
-    fleet: Fleet, part: dict[str, Any]
-) -> None:
-    status, _ = await ask(fleet, "/v1/chat/completions", chat(part))
-
-    assert status == 200
-    [encode], [prefill], [decode] = fleet.e.calls, fleet.p.calls, fleet.d.calls
-    [sent] = encode.parts
-    assert (sent["type"], sent["image_url"]) == ("image_url", {"url": URL})
-    for call in (prefill, decode):
-        assert [one["type"] for one in call.parts] == ["image_embeds"]
-        assert "theirs" not in json.dumps(call.body)
 
 
 @pytest.mark.security("S9")

@@ -266,13 +266,6 @@ async def test_prefill_and_decode_get_one_mark(launch: Launch) -> None:
         assert len(read_mark(marks.pop()).links) == 2
 
 
-async def test_session_header_is_forwarded_without_kv_events(launch: Launch) -> None:
-    async with launch(decode=1, decode_balance="content") as fleet:
-        assert (await fleet.chat(request(text()), {"X-Session-ID": "s"}))[0] == 200
-
-        assert fleet.d.calls[0].headers["X-Session-ID"] == "s"
-
-
 def config(**more: Any) -> epd.ProxyConfig:
     return epd.ProxyConfig(encode_servers_urls=(), decode_servers_urls=("http://d:1",), **more)
 

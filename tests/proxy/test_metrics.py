@@ -23,11 +23,13 @@ from tests.support.fake_instance import (
     STREAM,
     FakeInstance,
     Handler,
+    after,
     decodes,
     drops,
     fails_first,
     hangs,
     refuses,
+    streams_then,
 )
 from tests.support.fleet import Fleet, Launch, until
 from tests.support.redis_server import RedisServer
@@ -168,13 +170,7 @@ async def leaves(fleet: Fleet, role: str, *parts: Any) -> None:
 
 
 async def leaves_its_stream(fleet: Fleet) -> None:
-    async def begins(asked: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(asked)
-        await response.write(STREAM[0])
-        return await hangs(asked, body)
-
-    usual, fleet.d.chat = fleet.d.chat, begins
+    usual, fleet.d.chat = fleet.d.chat, streams_then(STREAM[0], then=hangs)
     async with fleet.post(request(text(), stream=True)) as reply:
         await reply.content.readany()
         reply.close()
@@ -186,11 +182,7 @@ async def leaves_its_wait_for_another(fleet: Fleet) -> None:
     """Send two requests with one picture; the second leaves while the first encodes it."""
     go_on, usual = asyncio.Event(), fleet.e.chat
 
-    async def slowly(asked: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        await go_on.wait()
-        return await usual(asked, body)
-
-    fleet.e.chat = slowly
+    fleet.e.chat = after(go_on, usual)
     encodes, looks = len(fleet.e.calls), len(fleet.events.stages)
     first = asyncio.create_task(answer(fleet, TWICE))
     await until(lambda: len(fleet.e.calls) > encodes)

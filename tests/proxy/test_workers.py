@@ -4,22 +4,18 @@ import asyncio
 import os
 import shutil
 import signal
-from collections import Counter
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import pytest
-from aiohttp import web
 
 from tests.requests import request, text
-from tests.support.backed import Backed
 from tests.support.clients import ALICE, BOB, bearer
-from tests.support.fake_instance import FakeInstance, decodes, encodes, hangs
+from tests.support.fake_instance import FakeInstance, after, decodes, encodes, hangs
 from tests.support.fleet import until
 from tests.support.programs import INSTANCES, refuses_connections, run, serving
-from tests.support.workers import START_S, Workers, ask, some_workers, status
+from tests.support.workers import START_S, Workers, some_workers, status
 
 pytestmark = pytest.mark.full
 
@@ -43,11 +39,7 @@ async def test_requests_are_spread_over_the_workers() -> None:
 async def test_sigterm_lets_running_requests_end(everyone: bool) -> None:
     go = asyncio.Event()
 
-    async def waits(web_request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        await go.wait()
-        return await decodes(web_request, body)
-
-    encode, decode = FakeInstance(encodes), FakeInstance(waits)
+    encode, decode = FakeInstance(encodes), FakeInstance(after(go, decodes))
     async with encode.running(), decode.running(), aiohttp.ClientSession() as http:
         flags = ["--encode-servers-urls", encode.url, "--decode-servers-urls", decode.url]
         async with two_workers(*flags) as workers:
@@ -140,34 +132,6 @@ async def test_each_address_of_a_host_is_served() -> None:
         port = url.rpartition(":")[2]
 
         assert await status(f"http://localhost:{port}") == 404
-
-
-async def test_two_proxies_of_two_workers_encode_a_new_picture_once(
-    backed: Backed, url: str
-) -> None:
-    backed.encode_s, backed.write_s = 0.5, 0.2
-    encode, decode = FakeInstance(backed.encodes), FakeInstance(backed.decodes)
-    flags = ["--ec-store", url, "--ec-store-budget-s", "5"]
-    async with AsyncExitStack() as stack:
-        for instance in (encode, decode):
-            await stack.enter_async_context(instance.running())
-        flags += ["--encode-servers-urls", encode.url, "--decode-servers-urls", decode.url]
-        proxies = [await stack.enter_async_context(two_workers(*flags)) for _ in range(2)]
-        replies = await asyncio.gather(*(ask(proxy.url) for proxy in proxies for _ in range(32)))
-        for proxy in proxies:
-            await until(lambda proxy=proxy: len(proxy.logged("request")) == 32)  # type: ignore[misc]
-        served = {
-            (number, line["worker"])
-            for number, proxy in enumerate(proxies)
-            for line in proxy.logged("request")
-        }
-        await asyncio.gather(*backed.writes)
-
-    assert [status for status, _ in replies] == [200] * 64
-    assert len(served) == 4
-    assert len(encode.calls) == 1
-    items = Counter(items for _, items in replies)
-    assert items == {"hit=0,encoded=1,local=0": 1, "hit=1,encoded=0,local=0": 63}
 
 
 def chats(url: str, count: int, key: str) -> list[asyncio.Task[int]]:
