@@ -106,6 +106,7 @@ def copies(rounds: int) -> None:
 
     The plain copies go through numpy's own memory, which may have huge pages, and through pages of
     the host's memory. As an entry does, they take another place in each round, so no cache has it.
+    Each has a target of its own, which is as long unused as the consumer's.
     """
     size_bytes = 2 * 2**30
     with serving("2GiB") as path, opened(path) as store:
@@ -115,7 +116,8 @@ def copies(rounds: int) -> None:
         consumer.start()
         private, shared = np.ones(size_bytes // 2, np.uint8), mapped(store)
         for size in (33 * MB, 150 * MB):
-            source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)
+            source = np.ones(size, np.uint8)
+            targets = {name: np.zeros(size, np.uint8) for name in ("numpy's", "shared")}
             for n in range(size_bytes // size + 1):  # so that each further entry evicts
                 store.put(key(f"{size}-{n}-before"), entry(source.data))
             time.sleep(2)  # until the server has their checksums
@@ -130,7 +132,7 @@ def copies(rounds: int) -> None:
                     place = memory[-(n * size) % (len(memory) - size) & ~4095 :][:size]
                     began_s = time.perf_counter()
                     np.copyto(place, source)
-                    np.copyto(target, place)
+                    np.copyto(targets[name], place)
                     times[name].append(time.perf_counter() - began_s)
                 began_s = time.perf_counter()
                 store.put(key(f"{size}-{n}"), entry(source.data))
