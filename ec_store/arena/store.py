@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -15,16 +15,16 @@ from ec_store.arena.checksums import checksum_of
 from ec_store.arena.connection import ArenaConnection, MappedArena, WaitingConnections
 from ec_store.arena.extents import Extent
 from ec_store.arena.fields import (
-    claim_requests,
-    digest_chunks,
+    claim_request,
     encode_name,
     entry_infos,
-    find_requests,
+    find_request,
     found_or_claimed,
     key_digest,
+    key_digests,
     namespaces_of,
     of_each,
-    release_requests,
+    release_request,
 )
 from ec_store.arena.index import Refusal
 from ec_store.arena.memory import Bytes, copy_in, copy_out
@@ -55,7 +55,7 @@ from ec_store.arena.protocol import (
     Stats,
     Wait,
 )
-from ec_store.arena.url import ArenaOptions, arena_options
+from ec_store.arena.url import ArenaOptions
 from ec_store.base import Listed, MemoryStats, Store, StoreStats
 from ec_store.buffers import Buffers
 from ec_store.counts import Counts
@@ -88,11 +88,6 @@ class ArenaStore(Store):
         self._waiting = WaitingConnections(options.path, options.timeout_s)
         self._buffers = Buffers()
         self.counts = Counts()
-
-    @classmethod
-    def from_url(cls, url: str) -> Self:
-        """Create a store from its URL; the errors are those of `arena_options`."""
-        return cls(arena_options(url))
 
     def __repr__(self) -> str:
         return f"ArenaStore({self.options.path})"
@@ -179,10 +174,10 @@ class ArenaStore(Store):
         return entry
 
     def lookup(self, keys: Sequence[EntryKey]) -> list[EntryInfo | None]:
-        return self._find(keys, 0.0)
+        return entry_infos(keys, self._ask(find_request(keys), Headers).headers)
 
     def lease(self, keys: Sequence[EntryKey], seconds: float) -> list[EntryInfo | None]:
-        return self._find(keys, seconds)
+        return entry_infos(keys, self._ask(find_request(keys, seconds), Headers).headers)
 
     def claim(
         self,
@@ -193,21 +188,21 @@ class ArenaStore(Store):
         wait: bool = True,  # noqa: ARG002 - the server decides at once
     ) -> list[bool]:
         """Claim entries (see `Store.claim`). A claim ends with this store's connection too."""
-        return self._claim(keys, owner, seconds, find=False)[0]
+        reply = self._ask(claim_request(keys, owner, seconds, find=False), Claimed)
+        return of_each(keys, reply.held)
 
     def claim_or_find(
         self, keys: Sequence[EntryKey], owner: str, seconds: float
     ) -> list[EntryInfo | bool]:
         """Claim missing entries (see `Store.claim_or_find`), in one round trip."""
-        claims, headers = self._claim(keys, owner, seconds, find=True)
-        return found_or_claimed(keys, headers, claims)
+        reply = self._ask(claim_request(keys, owner, seconds, find=True), Claimed)
+        return found_or_claimed(keys, reply.headers, reply.held)
 
     def release(self, keys: Sequence[EntryKey], owner: str) -> None:
-        for request in release_requests(keys, owner):
-            self._ask(request, Done)
+        self._ask(release_request(keys, owner), Done)
 
     def delete(self, keys: Sequence[EntryKey]) -> int:
-        return sum(self._ask(Delete(digests), Done).number for digests in digest_chunks(keys))
+        return self._ask(Delete(key_digests(keys)), Done).number
 
     def purge(self, namespace: str) -> int:
         return self._ask(Purge(encode_name(namespace)), Done).number
@@ -247,7 +242,7 @@ class ArenaStore(Store):
         return namespaces_of(self._ask(Register(b"", b""), NamespaceList))
 
     def check(self) -> None:
-        self._ask(Find([]), Headers)
+        self._ask(find_request([]), Headers)
 
     def close(self) -> None:
         self._connection.close()
@@ -348,24 +343,6 @@ class ArenaStore(Store):
             return None
         finally:
             self._connection.release(arena, pin.number)
-
-    def _find(self, keys: Sequence[EntryKey], seconds: float) -> list[EntryInfo | None]:
-        headers: list[bytes] = []
-        for request in find_requests(keys, seconds):
-            headers += of_each(request, self._ask(request, Headers).headers)
-        return entry_infos(keys, headers)
-
-    def _claim(
-        self, keys: Sequence[EntryKey], owner: str, seconds: float, *, find: bool
-    ) -> tuple[list[bool], list[bytes]]:
-        """Return the claims; with `find` also the headers."""
-        claims: list[bool] = []
-        headers: list[bytes] = []
-        for request in claim_requests(keys, owner, seconds, find=find):
-            reply = self._ask(request, Claimed)
-            claims += of_each(request, reply.held)
-            headers += of_each(request, reply.headers) if find else []
-        return claims, headers
 
     def _rows(self) -> Iterator[Row]:
         after = b""
