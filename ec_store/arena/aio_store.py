@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
 
 from ec_store.arena.aio_connection import AsyncArenaConnection
 from ec_store.arena.fields import (
@@ -22,23 +21,17 @@ from ec_store.arena.protocol import (
     Begin,
     Begun,
     Claimed,
-    ClaimKeys,
     Delete,
     Done,
     End,
-    Find,
     Headers,
     NamespaceList,
     Register,
-    Release,
-    Reply,
 )
 from ec_store.arena.url import ArenaOptions
 from ec_store.entry import Entry, EntryInfo, encode_header
 from ec_store.errors import StoreUnavailable
 from ec_store.keys import EntryKey
-
-R = TypeVar("R", bound=Reply)
 
 
 class AsyncArenaStore:
@@ -52,30 +45,34 @@ class AsyncArenaStore:
         self._connection = AsyncArenaConnection(options.path, options.timeout_s)
 
     async def check(self) -> None:
-        await self._ask(find_request([]), Headers)
+        await self._connection.call(find_request([]), Headers)
 
     async def lookup(self, keys: Sequence[EntryKey]) -> list[EntryInfo | None]:
-        return entry_infos(keys, (await self._ask(find_request(keys), Headers)).headers)
+        return entry_infos(keys, (await self._connection.call(find_request(keys), Headers)).headers)
 
     async def lease(self, keys: Sequence[EntryKey], seconds: float) -> list[EntryInfo | None]:
-        return entry_infos(keys, (await self._ask(find_request(keys, seconds), Headers)).headers)
+        return entry_infos(
+            keys, (await self._connection.call(find_request(keys, seconds), Headers)).headers
+        )
 
     async def claim(self, keys: Sequence[EntryKey], owner: str, seconds: float) -> list[bool]:
         """Claim entries (see `Store.claim`). A claim ends with the connection too."""
-        reply = await self._ask(claim_request(keys, owner, seconds, find=False), Claimed)
+        reply = await self._connection.call(
+            claim_request(keys, owner, seconds, find=False), Claimed
+        )
         return of_each(keys, reply.held)
 
     async def claim_or_find(
         self, keys: Sequence[EntryKey], owner: str, seconds: float
     ) -> list[EntryInfo | bool]:
-        reply = await self._ask(claim_request(keys, owner, seconds, find=True), Claimed)
+        reply = await self._connection.call(claim_request(keys, owner, seconds, find=True), Claimed)
         return found_or_claimed(keys, reply.headers, reply.held)
 
     async def release(self, keys: Sequence[EntryKey], owner: str) -> None:
-        await self._ask(release_request(keys, owner), Done)
+        await self._connection.call(release_request(keys, owner), Done)
 
     async def delete(self, keys: Sequence[EntryKey]) -> int:
-        return (await self._ask(Delete(key_digests(keys)), Done)).number
+        return (await self._connection.call(Delete(key_digests(keys)), Done)).number
 
     async def put(self, key: EntryKey, entry: Entry, *, replace: bool = False) -> bool:
         """Write an entry without payload (see `Store.put`). A cancelled call runs to its end.
@@ -104,6 +101,3 @@ class AsyncArenaStore:
         if begun.refusal == Refusal.THERE.value:
             return False
         raise StoreUnavailable(f"the arena does not take the entry: {begun.refusal}")
-
-    async def _ask(self, request: Find | ClaimKeys | Release | Delete, reply_type: type[R]) -> R:
-        return await self._connection.call(request, reply_type, len(request.digests))

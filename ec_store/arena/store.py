@@ -4,7 +4,7 @@ import random
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from ec_store.arena.checksums import checksum_of
-from ec_store.arena.connection import ArenaConnection, MappedArena, WaitingConnections
+from ec_store.arena.connection import ArenaConnection, MappedArena
 from ec_store.arena.extents import Extent
 from ec_store.arena.fields import (
     claim_request,
@@ -79,23 +79,18 @@ class ArenaStore(Store):
 
     Attributes:
         options: options of its URL.
+        connection: its connection, with the memory that is mapped.
     """
 
     def __init__(self, options: ArenaOptions, role: Role = "writer") -> None:
         """Create a store; the first call connects it. A `reader` writes no entries."""
         self.options = options
-        self._connection = ArenaConnection(options.path, role, options.timeout_s)
-        self._waiting = WaitingConnections(options.path, options.timeout_s)
+        self.connection = ArenaConnection(options.path, role, options.timeout_s)
         self._buffers = Buffers()
         self.counts = Counts()
 
     def __repr__(self) -> str:
         return f"ArenaStore({self.options.path})"
-
-    @property
-    def connection(self) -> ArenaConnection:
-        """Return its connection, with the memory that is mapped."""
-        return self._connection
 
     def put(self, key: EntryKey, entry: Entry, *, replace: bool = False) -> bool:
         """Write an entry (see `Store.put`).
@@ -160,15 +155,15 @@ class ArenaStore(Store):
             try:
                 entry = self._pinned(key, arena, pin)
             except OtherFormat:
-                self._connection.release(arena, pin.number)
+                self.connection.release(arena, pin.number)
             except CorruptEntry:
                 self.counts.add(corrupt=1)
                 try:
-                    self._connection.call(Discard(pin.number), Done, within=arena)
+                    self.connection.call(Discard(pin.number), Done, within=arena)
                 finally:
-                    self._connection.release(arena, pin.number)
+                    self.connection.release(arena, pin.number)
             except BaseException:  # a signal
-                self._connection.release(arena, pin.number)
+                self.connection.release(arena, pin.number)
                 raise
         self.counts.add(misses=entry is None, hits=entry is not None)
         return entry
@@ -245,17 +240,16 @@ class ArenaStore(Store):
         self._ask(find_request([]), Headers)
 
     def close(self) -> None:
-        self._connection.close()
-        self._waiting.close()
+        self.connection.close()
 
     def _ask(self, request: Request, reply_type: type[R]) -> R:
-        return self._connection.call(request, reply_type)[0]
+        return self.connection.call(request, reply_type)[0]
 
     def _begin(self, request: Begin) -> tuple[Begun, MappedArena] | None:
         """Begin a write; return None if an entry exists that this release can read."""
         deadline_s = time.monotonic() + OTHERS_WRITE_S
         while True:
-            reply, arena = self._connection.call(request, Begun)
+            reply, arena = self.connection.call(request, Begun)
             if reply.number:
                 return reply, arena
             match Refusal(reply.refusal):
@@ -271,18 +265,28 @@ class ArenaStore(Store):
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 raise StoreUnavailable(f"another process has not written it in {OTHERS_WRITE_S} s")
-            self._waiting.wait(Wait([request.digest], left_s))
+            self._wait(request.digest, left_s)
 
     def _read(self, digest: bytes) -> tuple[Pin, MappedArena]:
         """Pin an entry, if it comes from the tier after that, and return the pin."""
         deadline_s = time.monotonic() + self.options.timeout_s / 2
         while True:
-            reply, arena = self._connection.call(Read([digest]), Pins)
+            reply, arena = self.connection.call(Read([digest]), Pins)
             [pin] = reply.pins
             left_s = deadline_s - time.monotonic()
             if pin.number or not pin.header or left_s <= 0:
                 return pin, arena
-            self._waiting.wait(Wait([digest], left_s))
+            self._wait(digest, left_s)
+
+    def _wait(self, digest: bytes, seconds: float) -> None:
+        """Wait until nothing writes or claims an entry, on a connection that no other call needs.
+
+        Raises:
+            StoreUnavailable: as `ArenaConnection.call`.
+        """
+        connection = ArenaConnection(self.options.path, "proxy", self.options.timeout_s)
+        with closing(connection):
+            connection.call(Wait([digest], seconds), Done, seconds=seconds)
 
     def _is_readable(self, digest: bytes) -> bool:
         """Return whether an entry is still there, and of this format."""
@@ -296,7 +300,7 @@ class ArenaStore(Store):
     def end(self, write: "EntryWrite", header: bytes) -> bool:
         """End a write; an empty header gives it up. Return whether the entry is stored."""
         write.arena.writes.discard(write.number)
-        done, _ = self._connection.call(End(write.number, header), Done, within=write.arena)
+        done, _ = self.connection.call(End(write.number, header), Done, within=write.arena)
         return done.number == 1
 
     def _pinned(self, key: EntryKey, arena: MappedArena, pin: Pin) -> "PlacedEntry":
@@ -315,7 +319,7 @@ class ArenaStore(Store):
         if random.random() < self.options.verify:  # noqa: S311
             _verify(found, pin.checksum)
         kept = _Kept()
-        weakref.finalize(kept, self._connection.release, arena, pin.number)
+        weakref.finalize(kept, self.connection.release, arena, pin.number)
         parts = []
         for part in found:
             viewed = part.view(_PinnedBytes)
@@ -326,7 +330,7 @@ class ArenaStore(Store):
 
     def _problem(self, digest: bytes, *, fix: bool) -> str | None:
         """Return why an entry is corrupt, and delete it with `fix`; None if it is not, or gone."""
-        reply, arena = self._connection.call(Read([digest]), Pins)
+        reply, arena = self.connection.call(Read([digest]), Pins)
         [pin] = reply.pins
         if not pin.number:
             return None
@@ -338,11 +342,11 @@ class ArenaStore(Store):
                 return None
             except (CorruptEntry, BadMessage) as error:
                 if fix:  # this entry, and none that has replaced it
-                    self._connection.call(Discard(pin.number), Done, within=arena)
+                    self.connection.call(Discard(pin.number), Done, within=arena)
                 return str(error)
             return None
         finally:
-            self._connection.release(arena, pin.number)
+            self.connection.release(arena, pin.number)
 
     def _rows(self) -> Iterator[Row]:
         after = b""

@@ -68,7 +68,7 @@ KEY = bytes.fromhex(key().digest)
 def test_a_killed_writer_leaves_nothing(path: Path, server: ArenaServer, store: ArenaStore) -> None:
     child = in_child(
         path,
-        f"store._connection.call(Begin({KEY!r}, b'', 2**20, False), Begun)\n"
+        f"store.connection.call(Begin({KEY!r}, b'', 2**20, False), Begun)\n"
         "print('ready', flush=True); time.sleep(60)",
     )
     assert stats(path).begun_bytes == MIB
@@ -575,7 +575,7 @@ class TestProcess:
             lambda store: store.stats(),
             lambda store: store.namespaces(),
             lambda store: store.register_namespace("model", "namespace"),
-            lambda store: store._waiting.wait(Wait([KEY], 0.1)),  # noqa: SLF001
+            lambda store: store._wait(KEY, 0.1),  # noqa: SLF001
         ]
         for connected in (False, True):
             with ExitStack() as stack:
@@ -650,7 +650,7 @@ def test_an_entry_may_be_released_within_another_call(
 ) -> None:
     store.put(key(), sized(MIB))
     found = store.get(key())
-    with store._connection._lock.mutex:  # noqa: SLF001
+    with store.connection._lock.mutex:  # noqa: SLF001
         del found  # as a garbage collection does, which must not wait
     assert stats(path).pinned_bytes == MIB
     store.lookup([key()])
