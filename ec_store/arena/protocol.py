@@ -16,7 +16,7 @@ from ec_store.base import ClientUse
 from ec_store.entry import MAX_HEADER_BYTES
 from ec_store.keys import MAX_OWNER_BYTES, MAX_PART_BYTES
 
-VERSION = 1
+VERSION = 2
 """Version of these messages. A server and a client of different versions refuse each other."""
 
 MAX_KEYS = 4096
@@ -212,12 +212,12 @@ class Release(Message, frozen=True):
 
 
 class Wait(Message, frozen=True):
-    """Wait until no entry is being written or claimed without being there, or for `seconds`.
+    """Wait until an entry is there, or is neither written nor claimed, or for `seconds`.
 
     The reply is `Done`.
     """
 
-    digests: Digests
+    digest: Digest
     seconds: Seconds
 
 

@@ -286,7 +286,7 @@ class ArenaStore(Store):
         """
         connection = ArenaConnection(self.options.path, "proxy", self.options.timeout_s)
         with closing(connection):
-            connection.call(Wait([digest], seconds), Done, seconds=seconds)
+            connection.call(Wait(digest, seconds), Done, seconds=seconds)
 
     def _is_readable(self, digest: bytes) -> bool:
         """Return whether an entry is still there, and of this format."""

@@ -35,7 +35,6 @@ from ec_store.arena.protocol import (
     Pins,
     Read,
     Register,
-    Release,
     Wait,
     encode,
     read_reply,
@@ -198,11 +197,11 @@ def test_a_server_that_allocates_its_memory_refuses_clients_at_once(path: Path) 
         (MAX_REQUEST_BYTES + 1).to_bytes(4, "little"),
         b"\x00\x00\x00\x00",
         encode(End(7, b"header")),
-        encode(Hello(1, "proxy")),
+        encode(Hello(VERSION, "proxy")),
         encode(Read([b"short"])),
         encode(ClaimKeys([KEY], b"owner", -1.0)),
         encode(ClaimKeys([KEY], b"owner", float("nan"))),
-        encode(Wait([], 60)) + encode(GetStats()) + encode(GetStats()) + encode(End(7, b"")),
+        encode(Wait(KEY, 60)) + encode(GetStats()) + encode(GetStats()) + encode(End(7, b"")),
         encode(Done(1)),
         encode(Register(b"x" * 65537, b"")),
         encode(Register(b"model", b"\xff")),
@@ -242,16 +241,16 @@ def test_a_connection_without_a_first_request_is_closed(
 
 
 def test_a_client_of_another_version_is_told_both_versions(path: Path, server: ArenaServer) -> None:
-    [reply] = raw(path, encode(Hello(2, "writer")))
+    [reply] = raw(path, encode(Hello(VERSION + 1, "writer")))
 
-    assert "version 1" in read_reply(reply).text  # type: ignore[union-attr]
-    assert "version 2" in read_reply(reply).text  # type: ignore[union-attr]
+    assert f"version {VERSION}" in read_reply(reply).text  # type: ignore[union-attr]
+    assert f"version {VERSION + 1}" in read_reply(reply).text  # type: ignore[union-attr]
 
 
 def test_a_proxy_gets_no_memory(path: Path, server: ArenaServer) -> None:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(str(path))
-        connection.sendall(encode(Hello(1, "proxy")))
+        connection.sendall(encode(Hello(VERSION, "proxy")))
         _, fds, _, _ = socket.recv_fds(connection, 4096, 4)
 
         assert fds == []
@@ -269,7 +268,7 @@ def test_a_proxy_reads_and_writes_no_payload(
 def test_a_reader_cannot_write(path: Path, server: ArenaServer) -> None:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(str(path))
-        connection.sendall(encode(Hello(1, "reader")))
+        connection.sendall(encode(Hello(VERSION, "reader")))
         _, [fd], _, _ = socket.recv_fds(connection, 4096, 4)
     try:
         with pytest.raises(OSError, match="Bad file descriptor"):
@@ -281,7 +280,7 @@ def test_a_reader_cannot_write(path: Path, server: ArenaServer) -> None:
 def test_no_client_can_resize_the_memory(path: Path, server: ArenaServer) -> None:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(str(path))
-        connection.sendall(encode(Hello(1, "writer")))
+        connection.sendall(encode(Hello(VERSION, "writer")))
         _, [fd], _, _ = socket.recv_fds(connection, 4096, 4)
     try:
         for size in (0, 16 * MIB):
@@ -357,7 +356,7 @@ def test_a_wait_ends_with_the_claim(path: Path, server: ArenaServer, how: str) -
     claimer.call(ClaimKeys([KEY], b"owner", seconds), Claimed)
     waiter = ArenaConnection(str(path), "proxy", 10)
     with ThreadPoolExecutor(1) as pool:
-        wait = pool.submit(waiter.call, Wait([KEY], 60), Done, seconds=60)
+        wait = pool.submit(waiter.call, Wait(KEY, 60), Done, seconds=60)
         until(path, clients=3)
         if how == "release":
             store = opened(path)
@@ -370,36 +369,6 @@ def test_a_wait_ends_with_the_claim(path: Path, server: ArenaServer, how: str) -
     waiter.close()
 
 
-def test_a_change_of_a_key_looks_at_no_other_key_of_those_that_wait(
-    path: Path, server: ArenaServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    digests = [bytes.fromhex(key(str(n)).digest) for n in range(100)]
-    claimer = ArenaConnection(str(path), "proxy", 10)
-    claimer.call(ClaimKeys(digests, b"owner", 60), Claimed)
-    waiters = [ArenaConnection(str(path), "proxy", 10) for _ in range(3)]
-    index = server.arena.index
-    looked_at: list[bytes] = []
-    pending_until_s = index.pending_until_s
-
-    def noted(digest: bytes, now_s: float) -> float:
-        looked_at.append(digest)
-        return pending_until_s(digest, now_s)
-
-    with ThreadPoolExecutor(3) as pool:
-        waits = [pool.submit(each.call, Wait(digests, 60), Done, seconds=60) for each in waiters]
-        wait_for(lambda: len(server.waiting[digests[-1]]) == 3)
-        monkeypatch.setattr(index, "pending_until_s", noted)
-        for digest in digests[:-1]:
-            claimer.call(Release([digest], b"owner"), Done)
-        assert looked_at == digests[:-1]
-        assert not any(wait.done() for wait in waits)
-        claimer.call(Release(digests[-1:], b"owner"), Done)
-        for wait in waits:
-            wait.result(10)
-    for each in (claimer, *waiters):
-        each.close()
-
-
 def test_a_wait_ends_for_a_claim_that_ends_before_a_write_that_was_given_up(
     path: Path, server: ArenaServer
 ) -> None:
@@ -408,7 +377,7 @@ def test_a_wait_ends_for_a_claim_that_ends_before_a_write_that_was_given_up(
     writer.call(ClaimKeys([KEY], b"owner", 0.5), Claimed)
     waiter = ArenaConnection(str(path), "proxy", 10)
     with ThreadPoolExecutor(1) as pool:
-        wait = pool.submit(waiter.call, Wait([KEY], 60), Done, seconds=60)
+        wait = pool.submit(waiter.call, Wait(KEY, 60), Done, seconds=60)
         wait_for(lambda: server.waiting[KEY])
         writer.call(End(begun.number, b""), Done, within=arena)
         wait.result(8)  # and not when expired claims are looked for
@@ -420,7 +389,7 @@ def test_a_wait_ends_with_its_time(path: Path, server: ArenaServer) -> None:
     client = ArenaConnection(str(path), "proxy", 10)
     client.call(ClaimKeys([KEY], b"owner", 60), Claimed)
     waiter = ArenaConnection(str(path), "proxy", 10)
-    waiter.call(Wait([KEY], 0.1), Done)
+    waiter.call(Wait(KEY, 0.1), Done)
 
     assert client.call(ClaimKeys([KEY], b"other", 60), Claimed)[0].held == [False]
     client.close()
@@ -455,7 +424,7 @@ def test_a_client_that_reads_no_reply_gets_no_more_of_them(
 ) -> None:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(str(path))
-        connection.sendall(encode(Hello(1, "proxy")))
+        connection.sendall(encode(Hello(VERSION, "proxy")))
         connection.recv(4096)
         connection.setblocking(False)
         request, sent = encode(ClaimKeys([], b"o", 1.0)) * 1000, 0
@@ -471,7 +440,7 @@ def test_a_client_that_reads_no_large_reply_gets_the_next_ones_when_it_does(
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(10)
         connection.connect(str(path))
-        connection.sendall(encode(Hello(1, "writer")))
+        connection.sendall(encode(Hello(VERSION, "writer")))
         connection.recv(4096)
         connection.sendall(encode(Begin(KEY, b"", 1, False)))
         begun = read_reply(connection.recv(4096)[4:])
