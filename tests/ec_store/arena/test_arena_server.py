@@ -311,18 +311,6 @@ def test_a_full_memory_evicts_and_refuses_only_when_all_is_in_use(
     assert store.stats().drops == 2
 
 
-def test_leased_entries_are_not_evicted(server: ArenaServer, store: ArenaStore) -> None:
-    for n in range(8):
-        store.put(key(str(n)), sized(MIB))
-    store.lease([key(str(n)) for n in range(7)], 60)
-    store.put(key("a"), sized(MIB))
-
-    assert store.lookup([key("7")]) == [None]
-    with pytest.raises(StoreUnavailable, match="full"):
-        store.put(key("b"), sized(2 * MIB))
-    assert None not in store.lookup([key(str(n)) for n in range(7)])
-
-
 def test_an_entry_in_several_extents_is_read_as_it_was_written(
     path: Path, server: ArenaServer, store: ArenaStore
 ) -> None:
