@@ -37,7 +37,7 @@ from ec_store.arena.protocol import (
 )
 from ec_store.arena.sockets import check_folder
 from ec_store.counts import ForkLock, after_fork
-from ec_store.errors import StoreUnavailable
+from ec_store.errors import CorruptEntry, StoreUnavailable
 
 CHUNK_BYTES = 2**16  # larger ones are mapped and unmapped for each call
 MAX_WELCOME_BYTES = 2**16
@@ -101,7 +101,7 @@ class MappedArena:
         """Return the bytes of an entry of this size, in order.
 
         Raises:
-            BadMessage: the extents are not in the memory, or too small.
+            CorruptEntry: the extents are not in the memory, or too small.
             StoreUnavailable: the connection was lost.
         """
         if self.lost:
@@ -109,7 +109,7 @@ class MappedArena:
         try:
             return parts_of(self.memory, extents, size_bytes)
         except ValueError as error:
-            raise BadMessage(str(error)) from None
+            raise CorruptEntry(str(error)) from None
 
     def unmap(self) -> None:
         """Unmap the memory after the last view of it is deleted: the connection was lost."""

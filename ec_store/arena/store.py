@@ -29,7 +29,6 @@ from ec_store.arena.fields import (
 from ec_store.arena.index import Refusal
 from ec_store.arena.memory import Bytes, copy_in, copy_out
 from ec_store.arena.protocol import (
-    BadMessage,
     Begin,
     Begun,
     Claimed,
@@ -312,10 +311,7 @@ class ArenaStore(Store):
         info = parse_header(pin.header)
         if info.key != key:
             raise CorruptEntry("it is another key's entry")
-        try:
-            found = arena.parts(pin.extents, info.payload_bytes)
-        except BadMessage as error:
-            raise CorruptEntry(str(error)) from None
+        found = arena.parts(pin.extents, info.payload_bytes)
         if random.random() < self.options.verify:  # noqa: S311
             _verify(found, pin.checksum)
         kept = _Kept()
@@ -335,15 +331,15 @@ class ArenaStore(Store):
         if not pin.number:
             return None
         try:
-            try:
-                info = parse_header(pin.header)
-                _verify(arena.parts(pin.extents, info.payload_bytes), pin.checksum)
-            except OtherFormat:
-                return None
-            except (CorruptEntry, BadMessage) as error:
-                if fix:  # this entry, and none that has replaced it
-                    self.connection.call(Discard(pin.number), Done, within=arena)
-                return str(error)
+            info = parse_header(pin.header)
+            _verify(arena.parts(pin.extents, info.payload_bytes), pin.checksum)
+        except OtherFormat:
+            return None
+        except CorruptEntry as error:
+            if fix:  # this entry, and none that has replaced it
+                self.connection.call(Discard(pin.number), Done, within=arena)
+            return str(error)
+        else:
             return None
         finally:
             self.connection.release(arena, pin.number)
@@ -416,7 +412,7 @@ class EntryWrite:
         self.place = HostPlace(arena.name, tuple(begun.extents), size_bytes)
         try:
             self.parts = arena.parts(begun.extents, size_bytes)
-        except (BadMessage, StoreUnavailable) as error:
+        except (CorruptEntry, StoreUnavailable) as error:
             self.abort()
             raise StoreUnavailable(f"the place of a write is unusable: {error}") from None
 
