@@ -13,12 +13,14 @@ import itertools
 import json
 import secrets
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,9 +30,6 @@ from PIL import Image
 from epd.routing.instances import Role
 from epd.tools.up.settings import Topology
 from scripts.forked import ForkedStack
-from tests.e2e.served import metric
-from tests.ec_store.arena.served import Serve
-from tests.models import written
 
 MODEL = "tiny-qwen2.5-vl"
 SIZES = ((1280, 720), (2560, 1440))
@@ -58,7 +57,7 @@ class Timed(NamedTuple):
 
 
 def ask(url: str, parts: Sequence[Part], tokens: int = 1) -> Timed:
-    """Send a streamed request whose prompt is in no prefix cache."""
+    """Send a streamed request with a prompt that is in no prefix cache."""
     content = [*parts, {"type": "text", "text": "What is it?"}]
     body = {
         "model": MODEL,
@@ -81,21 +80,20 @@ def ask(url: str, parts: Sequence[Part], tokens: int = 1) -> Timed:
 
 
 @contextmanager
-def running() -> Iterator[tuple[ForkedStack, str]]:
+def running(model: Path) -> Iterator[tuple[ForkedStack, str]]:
     """Start servers with a store behind the proxy, and a plain server; yield both."""
-    model = written(MODEL) / MODEL
     with tempfile.TemporaryDirectory() as folder:
         given: Mapping[str, Any] = {"local_media": Path(folder), "flags": FLAGS}
-        memory = Serve(Path(folder) / "arena.sock", max_bytes=2**30)
-        memory.start()
+        url = f"shm://{folder}/arena.sock"
+        command = [sys.executable, "-m", "ec_store", "serve", f"{url}?max_bytes=1GiB"]
         flags = ["--ec-store-budget-s", "2"]
         with (
-            closing(memory),
+            subprocess.Popen(command) as memory,
             ForkedStack(
                 model,
                 Topology.parse("2epd"),
                 Path(folder) / "servers",
-                store=f"shm://{folder}/arena.sock",
+                store=url,
                 proxy_flags=flags,
                 **given,
             ) as servers,
@@ -103,6 +101,18 @@ def running() -> Iterator[tuple[ForkedStack, str]]:
         ):
             time.sleep(12)  # the proxy has read that the servers write
             yield servers, plain.all_engines[0].url
+            memory.terminate()
+
+
+def misses(stack: ForkedStack) -> float:
+    """Return how many items the servers have not found in the store, and so encoded."""
+    total = 0.0
+    for engine in stack.all_engines:
+        with urllib.request.urlopen(f"{engine.url}/metrics") as reply:  # noqa: S310
+            lines = reply.read().decode().splitlines()
+        found = (line for line in lines if line.startswith(MISSES))
+        total += sum(float(line.rpartition(" ")[2]) for line in found)
+    return total
 
 
 def first_tokens(proxy: str, plain: str, rounds: int) -> None:
@@ -110,15 +120,15 @@ def first_tokens(proxy: str, plain: str, rounds: int) -> None:
     for size in SIZES:
         times: dict[str, list[float]] = {"hit": [], "new": [], "first": [], "again": []}
         for _ in range(rounds):
-            one, other = picture(*size), picture(*size)
-            times["new"].append(ask(proxy, [one]).ttft_s)
-            times["first"].append(ask(plain, [other]).ttft_s)
+            cached, repeated = picture(*size), picture(*size)
+            times["new"].append(ask(proxy, [cached]).ttft_s)
+            times["first"].append(ask(plain, [repeated]).ttft_s)
             time.sleep(1)
-            hit = ask(proxy, [one])
+            hit = ask(proxy, [cached])
             if not hit.items.startswith("hit=1"):
                 raise RuntimeError(f"no hit, but {hit.items}")
             times["hit"].append(hit.ttft_s)
-            times["again"].append(ask(plain, [other]).ttft_s)
+            times["again"].append(ask(plain, [repeated]).ttft_s)
         medians = {name: statistics.median(values) for name, values in times.items()}
         shown = ", ".join(f"{name} {value * 1000:.0f} ms" for name, value in medians.items())
         ratios = ", ".join(
@@ -153,20 +163,21 @@ def window(stack: ForkedStack, conversations: int = 4, turns: int = 8) -> None:
             shown.append(picture(*SIZES[0]))
         return 5 + turns - 1
 
-    before = sum(metric(engine, MISSES) for engine in stack.all_engines)
+    before = misses(stack)
     with ThreadPoolExecutor(conversations) as pool:
         distinct = sum(pool.map(converse, range(conversations)))
-    encodes = sum(metric(engine, MISSES) for engine in stack.all_engines) - before
-    each = encodes / distinct
+    each = (misses(stack) - before) / distinct
     print(f"window: {each:.3f} encodes for each of {distinct} distinct pictures")
 
 
 def main() -> None:
-    """Run the comparison."""
+    """Start the servers, and print each comparison."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, default=Path(".run/models", MODEL))
     parser.add_argument("--rounds", type=int, default=9)
-    rounds = parser.parse_args().rounds
-    with running() as (servers, plain):
+    given = parser.parse_args()
+    rounds = given.rounds
+    with running(given.model) as (servers, plain):
         for url in itertools.chain([servers.url] * 2, [plain]):
             ask(url, [picture(*SIZES[0])])
         first_tokens(servers.url, plain, rounds)

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from ec_store.base import Store
 from ec_store.entry import EntryInfo
@@ -10,11 +11,14 @@ from ec_store.keys import EntryKey
 from ec_store.opening import ProxyStore
 
 
+@dataclass(slots=True, eq=False)
 class Lookup:
     """A lookup of entries, and claims of the missing ones.
 
     Attributes:
         keys: keys of the entries.
+        owner: owner of the claims; None for a lookup without claims.
+        claim_s: lifetime of the claims in seconds.
         found: stored entries; None until the store has answered.
         took_s: duration of the lookup without the claims, on a thread; None until it has ended.
         claimed: missing keys that were claimed. A visit that is abandoned may still add some.
@@ -22,24 +26,21 @@ class Lookup:
         settled: whether the store has answered the claims of all missing keys.
         problem: error of the claims, if any.
         skipped_claims: whether `skip_claims` disabled the claims.
-        abandoned: whether the request waits no longer for the rest of the visit.
+        abandoned: whether the request waits no longer for the rest of the visit, which then
+            releases at once all claims that it takes.
     """
 
-    def __init__(
-        self, keys: Sequence[EntryKey], owner: str | None = None, claim_s: float = 0.0
-    ) -> None:
-        """Look up `keys`, and claim missing ones for `claim_s` if there is an owner."""
-        self.keys = keys
-        self.found: Mapping[EntryKey, EntryInfo] | None = None
-        self.took_s: float | None = None
-        self.claimed: Sequence[EntryKey] = ()
-        self.held_keys: Sequence[EntryKey] = ()
-        self.settled = False
-        self.problem: Exception | None = None
-        self.skipped_claims = False
-        self.abandoned = False
-        self._owner = owner
-        self._claim_s = claim_s
+    keys: Sequence[EntryKey]
+    owner: str | None = None
+    claim_s: float = 0.0
+    found: Mapping[EntryKey, EntryInfo] | None = None
+    took_s: float | None = None
+    claimed: Sequence[EntryKey] = ()
+    held_keys: Sequence[EntryKey] = ()
+    settled: bool = False
+    problem: Exception | None = None
+    skipped_claims: bool = False
+    abandoned: bool = False
 
     def run(self, store: Store, *, wait: bool = True) -> None:
         """Look up the entries and claim the missing ones, which may block.
@@ -57,14 +58,14 @@ class Lookup:
             self.took_s = time.perf_counter() - begun_s
         self.found = {info.key: info for info in infos if info is not None}
         missing = [key for key, info in zip(self.keys, infos, strict=True) if info is None]
-        owner = self._owner
+        owner = self.owner
         if owner is None or not missing or self.abandoned:
             return
         try:
             claims: Sequence[EntryInfo | bool] = (
-                store.claim_or_find(missing, owner, self._claim_s)
+                store.claim_or_find(missing, owner, self.claim_s)
                 if wait
-                else store.claim(missing, owner, self._claim_s, wait=False)
+                else store.claim(missing, owner, self.claim_s, wait=False)
             )
             late = {info.key: info for info in claims if isinstance(info, EntryInfo)}
             self.found = {**self.found, **late}
@@ -85,11 +86,11 @@ class Lookup:
         Raises:
             StoreError: the store did not answer.
         """
-        owner, answers = self._owner, list[EntryInfo | bool | None]()
+        owner, answers = self.owner, list[EntryInfo | bool | None]()
         if owner is None:
             answers += await store.lookup(self.keys)
         else:
-            answers += await store.claim_or_find(self.keys, owner, self._claim_s)
+            answers += await store.claim_or_find(self.keys, owner, self.claim_s)
         self.found = {info.key: info for info in answers if isinstance(info, EntryInfo)}
         if owner is not None:
             self.settled = len(self.found) < len(self.keys)
@@ -99,9 +100,5 @@ class Lookup:
             if self.abandoned and self.claimed:
                 await store.release(self.claimed, owner)
 
-    def abandon_visit(self) -> None:
-        """Release at once all claims that the visit takes from now on."""
-        self.abandoned = True
-
     def skip_claims(self) -> None:
-        self.skipped_claims, self._owner = self._owner is not None, None
+        self.skipped_claims, self.owner = self.owner is not None, None

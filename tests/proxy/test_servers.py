@@ -18,11 +18,6 @@ from tests.support.fleet import Fleet, Launch, until
 FIRST, SECOND, THIRD = (image(png(100, side)) for side in (101, 102, 103))
 
 
-@pytest.fixture(autouse=True)
-def _asked_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("epd.routing.namespaces.INTERVAL_S", 0.05)
-
-
 @pytest.fixture
 def both(store: Store, tmp_path: Path) -> Both:
     store.register_namespace("m", NAMESPACE)
@@ -34,7 +29,7 @@ async def serving(
     launch: Launch, both: Both, url: str, servers: int = 2, *, writes: bool = True, **config: Any
 ) -> AsyncIterator[Fleet]:
     defaults: dict[str, Any] = {"ec_store": url, "ec_store_budget_s": BUDGET_S}
-    async with launch(servers=servers, load_interval_s=60, **defaults | config) as fleet:
+    async with launch(servers=servers, load_interval_s=0.05, **defaults | config) as fleet:
         pages = []
         for one in fleet.decode:
             one.chat = both.decodes
