@@ -40,8 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _run(args: argparse.Namespace, url: str) -> int:
     args.url = url
-    # A root that creates a store of another user, or its settings, would lock that user out.
-    with open_store(url, create=args.create, lazy=args.lazy, maintain=not args.create) as store:
+    with open_store(url, create=args.create, lazy=args.lazy) as store:
         result: int = args.run(store, args)
         return result
 
@@ -232,7 +231,7 @@ def _configure(store: Store, args: argparse.Namespace) -> int:
     changes = {name: value for name, value in arguments.items() if value is not None}
     if not changes:
         # Only a change creates a store: a mistyped path must not look like one.
-        with SharedDiskStore.from_url(args.url, create=False, maintain=True) as existing:
+        with SharedDiskStore.from_url(args.url, create=False) as existing:
             settings = existing.settings
     else:
         created = _is_missing(args.url)

@@ -65,14 +65,6 @@ class AsyncStore:
         """Run several calls on one thread: a switch of threads costs as much as one call."""
         return on_thread(self._pool, lambda: visit(self._store))
 
-    @property
-    def in_memory(self) -> bool:
-        return self._store.in_memory
-
-    def at_once(self, visit: Callable[[Store], T]) -> T:
-        """Run calls on the event loop, which is blocked until they return."""
-        return visit(self._store)
-
     async def delete(self, keys: Sequence[EntryKey]) -> int:
         return await self._call(self._store.delete, keys)
 

@@ -184,14 +184,7 @@ class ArenaStore(Store):
     def lease(self, keys: Sequence[EntryKey], seconds: float) -> list[EntryInfo | None]:
         return self._find(keys, seconds)
 
-    def claim(
-        self,
-        keys: Sequence[EntryKey],
-        owner: str,
-        seconds: float,
-        *,
-        wait: bool = True,  # noqa: ARG002 - the server decides at once
-    ) -> list[bool]:
+    def claim(self, keys: Sequence[EntryKey], owner: str, seconds: float) -> list[bool]:
         """Claim entries (see `Store.claim`). A claim ends with this store's connection too."""
         return self._claim(keys, owner, seconds, find=False)[0]
 

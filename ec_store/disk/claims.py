@@ -12,8 +12,6 @@ import errno
 import hashlib
 import math
 import os
-import random
-import time
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 
@@ -23,9 +21,6 @@ from ec_store.disk.files import DIGEST, NO_LINKS, Folder
 STALE_S = 5.0
 """Seconds after which an unfinished change counts as left by a crash. If two other processes change
 the claim at the moment of its removal, both may hold it: the entry is encoded twice."""
-
-WAIT_S = 1.0
-"""Upper bound in seconds of the wait for other processes' changes, for all entries of one call."""
 
 SLACK_S = 60.0
 """Tolerance in seconds. A claim that starts later was written while the clock was ahead."""
@@ -40,42 +35,34 @@ _NEXT = ".next"
 Clock = Callable[[], float]
 
 
-def take_claims(  # noqa: PLR0913 - the parts of a claim
-    folder: Folder,
-    digests: Iterable[str],
-    owner: bytes,
-    seconds: float,
-    now: Clock,
-    *,
-    wait: bool,
+def take_claims(
+    folder: Folder, digests: Iterable[str], owner: bytes, seconds: float, now: Clock
 ) -> list[bool]:
     """Take or renew claims; False for each entry that another owner claims.
 
-    On a file system without symbolic links, every claim succeeds: owners do not wait for each
-    other. Without `wait`, a claim that another process is changing is not taken. Raises OSError.
+    A claim that another process is changing is not taken. On a file system without symbolic links,
+    every claim succeeds: owners do not wait for each other. Raises OSError.
     """
-    ours, deadline_s = _signed(owner), time.monotonic() + (WAIT_S if wait else 0.0)
+    ours = _signed(owner)
     claim = f"{seconds:.3f} {ours}"
-    return [_take(folder, digest, ours, claim, deadline_s, now) for digest in digests]
+    return [_take(folder, digest, ours, claim, now) for digest in digests]
 
 
-def _take(  # noqa: PLR0913, PLR0917
-    folder: Folder, digest: str, ours: str, claim: str, deadline_s: float, now: Clock
-) -> bool:
+def _take(folder: Folder, digest: str, ours: str, claim: str, now: Clock) -> bool:
     try:
-        while not folder.link(digest, claim):
+        for _ in range(2):  # once more for a claim that ends between the calls
+            if folder.link(digest, claim):
+                return True
             holder = _holder(folder, digest, now())
             if holder not in {None, ours}:
                 return False
             if _changed(folder, digest, {None, ours}, claim, now):
                 return True
-            if time.monotonic() >= deadline_s:
-                return holder == ours
-            time.sleep(random.uniform(0.001, 0.005))  # noqa: S311
     except OSError as error:
         if error.errno not in NO_LINKS:
             raise
-    return True
+        return True
+    return holder == ours
 
 
 def give_back(folder: Folder, digest: str, owner: bytes, now: Clock) -> None:

@@ -49,22 +49,19 @@ SHARING = (
 class SharedDiskStore(Store):
     """Store of entries as files, each named by the digest of its key."""
 
-    def __init__(self, config: DiskConfig, *, create: bool = True, maintain: bool = False) -> None:
-        """Create the store; its first use opens the directory.
-
-        `create` and `maintain` are as in `DiskOpening`.
-        """
+    def __init__(self, config: DiskConfig, *, create: bool = True) -> None:
+        """Create the store; its first use opens the directory. `create` is as in `DiskOpening`."""
         self._config = config
         self._create = create
         self.counts = Counts()
         self._keeper = Housekeeping(self.counts)
-        self._opening = DiskOpening(config, self._keeper, create=create, maintain=maintain)
+        self._opening = DiskOpening(config, self._keeper, create=create)
         self._files = EntryFiles()
 
     @classmethod
-    def from_url(cls, url: str, *, create: bool = True, maintain: bool = False) -> Self:
+    def from_url(cls, url: str, *, create: bool = True) -> Self:
         """Open `file:///path?max_bytes=64GiB&ttl=7d&…`; errors are those of `open_store`."""
-        store = cls(DiskConfig.from_url(url), create=create, maintain=maintain)
+        store = cls(DiskConfig.from_url(url), create=create)
         store.check()
         return store
 
@@ -79,10 +76,6 @@ class SharedDiskStore(Store):
     @property
     def settings(self) -> StoreSettings:
         return self._keeper.settings
-
-    @property
-    def in_memory(self) -> bool:
-        return self._opening.in_memory
 
     def configure(self, **changes: Any) -> StoreSettings:
         """Change fields of `StoreSettings`; other processes adopt them within a second.
@@ -135,15 +128,13 @@ class SharedDiskStore(Store):
             for key, info in zip(keys, found, strict=True)
         ]
 
-    def claim(
-        self, keys: Sequence[EntryKey], owner: str, seconds: float, *, wait: bool = True
-    ) -> list[bool]:
+    def claim(self, keys: Sequence[EntryKey], owner: str, seconds: float) -> list[bool]:
         """Claim entries (see `Store.claim`). Of several owners at once, one gets a claim."""
         name = owner_bytes(owner)
         with self._translate_errors("claims could not be written"):
             tree = self._opening.tree(create=True)
             digests = [key.digest for key in keys]
-            return take_claims(tree.claims, digests, name, seconds, time.time, wait=wait)
+            return take_claims(tree.claims, digests, name, seconds, time.time)
 
     def release(self, keys: Sequence[EntryKey], owner: str) -> None:
         name = owner_bytes(owner)
@@ -310,8 +301,6 @@ class SharedDiskStore(Store):
             charged = True
             self._keeper.make_room(tree, taken)
             self._files.store(key, entry, fd)
-            if self._config.durability == "fsync":
-                os.fsync(fd)
             if replace:
                 self._replace(tree, folder, staging, digest)
             published = replace or folder.publish(staging, digest)
@@ -321,8 +310,6 @@ class SharedDiskStore(Store):
             if charged and not published and removed:
                 # A file that stays is released with the leftovers.
                 self._keeper.ledger.release(tree.root, taken)
-        if published and self._config.durability == "fsync":
-            tree.sync(digest)
         return published
 
     def _replace(self, tree: Tree, folder: Folder, staging: str, digest: str) -> None:
@@ -370,7 +357,7 @@ class SharedDiskStore(Store):
         return None
 
     def _is_live(self, status: os.stat_result) -> bool:
-        age_s = self._keeper.clock.expiry_now() - status.st_mtime
+        age_s = time.time() - status.st_mtime
         # A larger entry, written under another process's limit, would exhaust the memory here.
         limit = self._config.max_entry_bytes + MAX_HEADER_BYTES
         return age_s <= self.settings.ttl and status.st_size <= limit

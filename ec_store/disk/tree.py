@@ -9,7 +9,7 @@ claims/<digest>                             a link; its text is the holder of a 
 claims/<digest>.next                        a claim that is being changed
 namespaces/<digest of the model>.json       a model's namespace
 ledger                                      bytes and entries written and removed so far; a process
-                                            that evicts, or counts all files, locks a byte of it
+                                            that counts all files locks a byte of it
 tidied, swept                               times of the last removal of leftovers, last sweep
 """
 
@@ -18,9 +18,9 @@ import os
 import random
 import re
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ec_store.disk.eviction_policy import FileSystem
 from ec_store.disk.files import DIGEST, READ, Folder, Modes, is_regular
@@ -47,7 +47,6 @@ class Found:
         status: status of the file. `st_mtime` is the time of the last write or use, by the store's
             clock, and `st_ctime` that of the last write or rename.
         staging: whether this is a staging file: an entry that is being written or removed.
-        duplicate: whether the scan has found the file under another name too, such as its entry's.
     """
 
     folder: Folder
@@ -56,7 +55,11 @@ class Found:
     size_bytes: int
     status: os.stat_result
     staging: bool
-    duplicate: bool = False
+
+    @property
+    def is_second_name(self) -> bool:
+        """Return whether a staging file has another name too, as an entry that was published."""
+        return self.staging and self.status.st_nlink > 1
 
 
 class Tree:
@@ -130,12 +133,6 @@ class Tree:
         with suppress(OSError):
             self.entries.folder(digest[:2]).remove_folder(digest[2:4])
 
-    def sync(self, digest: str) -> None:
-        """Flush the names of an entry and of its folders to disk, also those of other processes."""
-        first = self.entries.folder(digest[:2])
-        for folder in (first.folder(digest[2:4]), first, self.entries):
-            folder.sync()
-
     def _kept_open(self, name: str) -> Folder:
         """Return the cached folder of the entries with digests that begin with `name`.
 
@@ -200,14 +197,11 @@ def _folders(folder: Folder, unread: list[OSError]) -> Iterator[tuple[str, Folde
 
 def _scan(folder: Folder, unread: list[OSError]) -> list[Found]:
     found: list[Found] = []
-    staged: set[str] = set()
     with _collect_error(unread), folder.scan() as listing:
         for item in listing:
             staging = _STAGING.fullmatch(item.name)
             if not staging and not DIGEST.fullmatch(item.name):
                 continue
-            if staging:
-                staged.add(staging[1])
             with _collect_error(unread):
                 status = item.stat(follow_symlinks=False)
                 if is_regular(status):
@@ -216,26 +210,7 @@ def _scan(folder: Folder, unread: list[OSError]) -> list[Found]:
                     found.append(
                         Found(folder, item.name, digest, size, status, staging is not None)
                     )
-    if not staged:
-        return found
-    # A file that was published after the listing.
-    for digest in staged.difference([file.name for file in found]):
-        with _collect_error(unread):
-            status = folder.stat(digest)
-            if is_regular(status):
-                found.append(Found(folder, digest, digest, status.st_size, status, staging=False))
-    return _mark_duplicates(found)
-
-
-def _mark_duplicates(found: Sequence[Found]) -> list[Found]:
-    """Mark the staging files that are other names of a file, and move them to the end."""
-    entries = [file for file in found if not file.staging]
-    inodes = {file.status.st_ino for file in entries}
-    for file in found:
-        if file.staging:
-            entries.append(replace(file, duplicate=file.status.st_ino in inodes))
-            inodes.add(file.status.st_ino)
-    return entries
+    return found
 
 
 def _is_removed(folder: Folder, error: OSError) -> bool:

@@ -1,6 +1,5 @@
 """One visit to the encoder store: a lookup of entries, with claims of the missing ones."""
 
-import time
 from collections.abc import Mapping, Sequence
 
 from ec_store.base import Store
@@ -16,7 +15,6 @@ class Lookup:
     Attributes:
         keys: keys of the entries.
         found: stored entries; None until the store has answered.
-        took_s: duration of the lookup without the claims, on a thread; None until it has ended.
         claimed: missing keys that were claimed. A visit that is abandoned may still add some.
         held_keys: those of them that `Claims` holds for the lookup.
         settled: whether the store has answered the claims of all missing keys.
@@ -31,7 +29,6 @@ class Lookup:
         """Look up `keys`, and claim missing ones for `claim_s` if there is an owner."""
         self.keys = keys
         self.found: Mapping[EntryKey, EntryInfo] | None = None
-        self.took_s: float | None = None
         self.claimed: Sequence[EntryKey] = ()
         self.held_keys: Sequence[EntryKey] = ()
         self.settled = False
@@ -41,31 +38,20 @@ class Lookup:
         self._owner = owner
         self._claim_s = claim_s
 
-    def run(self, store: Store, *, wait: bool = True) -> None:
+    def run(self, store: Store) -> None:
         """Look up the entries and claim the missing ones, which may block.
-
-        With `wait`, entries that are written between the two steps are found too. Without, as on
-        the event loop, no claim blocks, and such an entry is encoded a second time.
 
         Raises:
             StoreError: the store did not answer.
         """
-        begun_s = time.perf_counter()
-        try:
-            infos = store.lookup(self.keys)
-        finally:
-            self.took_s = time.perf_counter() - begun_s
+        infos = store.lookup(self.keys)
         self.found = {info.key: info for info in infos if info is not None}
         missing = [key for key, info in zip(self.keys, infos, strict=True) if info is None]
         owner = self._owner
         if owner is None or not missing or self.abandoned:
             return
         try:
-            claims: Sequence[EntryInfo | bool] = (
-                store.claim_or_find(missing, owner, self._claim_s)
-                if wait
-                else store.claim(missing, owner, self._claim_s, wait=False)
-            )
+            claims = store.claim_or_find(missing, owner, self._claim_s)
             late = {info.key: info for info in claims if isinstance(info, EntryInfo)}
             self.found = {**self.found, **late}
             self.claimed = [

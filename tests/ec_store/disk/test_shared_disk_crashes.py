@@ -20,10 +20,9 @@ from ec_store.disk.eviction_policy import taken_bytes
 from ec_store.disk.files import Folder
 from ec_store.disk.ledger import Ledger
 from ec_store.disk.store import SharedDiskStore
-from ec_store.disk.tree import Found
 from tests.ec_store.contract import assert_same, key, sized
 from tests.ec_store.disk import on_disk
-from tests.ec_store.disk.on_disk import age, entries_bytes, files, folder_of, path_of
+from tests.ec_store.disk.on_disk import age, entries_bytes, files, path_of
 
 opened = partial(on_disk.opened, young_s=float("-inf"))
 
@@ -142,7 +141,7 @@ def test_entries_that_a_killed_evictor_had_renamed_are_removed_at_once(root: Pat
 
 
 @pytest.mark.fault(23)
-def test_entry_that_a_killed_writer_had_not_charged_yet_is_not_released(root: Path) -> None:
+def test_sweep_charges_what_a_killed_writer_had_not_charged_yet(root: Path) -> None:
     def put() -> None:
         Ledger.charge = lambda *_: die()  # type: ignore[method-assign]
         opened(root).put(key("half"), sized(50_000))
@@ -154,6 +153,8 @@ def test_entry_that_a_killed_writer_had_not_charged_yet_is_not_released(root: Pa
         assert len(leftovers(root)) == 1
         while leftovers(root):
             store.evict()
+        assert store.stats().entries == 39
+        store.sweep()
 
         assert store.stats().bytes == entries_bytes(root)
         assert store.stats().entries == 40
@@ -236,11 +237,11 @@ def test_eviction_tests_no_locks_of_processes_that_are_writing(
 ) -> None:
     """A store with the time of the default, and one that counts no staging file as young."""
     store_entry = EntryFiles.store
-    tested: list[str] = []
+    tested: list[int] = []
 
-    def is_left(found: Found) -> bool:
-        tested.append(found.name)
-        return False
+    def is_locked(fd: int) -> bool:
+        tested.append(fd)
+        return True
 
     def evicting(*args: object) -> None:
         store_entry(*args)  # type: ignore[arg-type]
@@ -252,27 +253,10 @@ def test_eviction_tests_no_locks_of_processes_that_are_writing(
         assert len(tested) == 1
 
     monkeypatch.setattr(EntryFiles, "store", evicting)
-    monkeypatch.setattr(evictor, "_is_left", is_left)
+    monkeypatch.setattr(evictor, "is_locked", is_locked)
     with on_disk.opened(root) as store:
         assert store.put(key(), sized(1000)) is True
     assert tested
-
-
-@pytest.mark.parametrize(("entries", "size", "left"), [(90, 20_000, 100), (200, 100, 1_500_000)])
-def test_store_is_counted_for_the_bytes_of_a_leftover_as_for_its_number(
-    root: Path, monkeypatch: pytest.MonkeyPatch, entries: int, size: int, left: int
-) -> None:
-    """A leftover makes a count of 100 entries certain; one of the size of 300, one of 30,000."""
-    monkeypatch.setattr(random, "random", lambda: 1 - 2**-53)
-    with opened(root) as store:
-        for n in range(entries):
-            store.put(key(str(n)), sized(size))
-        killed(lambda: put_and_die(root, left))
-        Ledger().charge(folder_of(root), taken_bytes(size))
-        while leftovers(root):
-            store.evict()
-
-        assert store.stats().entries == entries
 
 
 def test_entry_that_another_evictor_has_set_aside_is_no_leftover(

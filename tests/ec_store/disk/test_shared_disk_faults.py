@@ -21,10 +21,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from ec_store import Entry, EntryKey, EntryTooLarge, StoreUnavailable, open_store
 from ec_store.buffers import UNUSED_BYTES, Buffers
-from ec_store.disk import clock as disk_clock
 from ec_store.disk import evictor, opening
 from ec_store.disk import store as disk_store
-from ec_store.disk.clock import StoreClock
 from ec_store.disk.entry_files import EntryFiles
 from ec_store.disk.files import Folder, Modes
 from ec_store.disk.leases import SWEPT_BY_LEASES, add_leases, leased_digests
@@ -59,8 +57,7 @@ def store(root: Path) -> Iterator[SharedDiskStore]:
         ("file:///store?max_share=half", "parameter 'max_share': could not convert"),
         ("file:///store?dir_mode=999", "parameter 'dir_mode': invalid literal"),
         ("file:///store?file_mode=17777", "'17777' is not a mode such as 0750"),
-        ("file:///store?durability=maybe", "'maybe' is not none or fsync"),
-        ("file:///store?nonsense=1", "unknown parameter 'nonsense'; known: dir_mode, durability"),
+        ("file:///store?nonsense=1", "unknown parameter 'nonsense'; known: dir_mode, file_mode"),
         ("file:///store%00", "is not an absolute path"),
     ],
 )
@@ -357,69 +354,6 @@ def test_lookup_does_not_mark_an_entry_as_used(root: Path, store: SharedDiskStor
     assert path_of(root, key()).stat().st_mtime == before
 
 
-@pytest.fixture
-def days_ahead(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Return a list; the host's clock is ahead by its last number of days."""
-    days, real = [0.0], time.time
-    monkeypatch.setattr(time, "time", lambda: real() + days[-1] * 24 * HOUR)
-    return days
-
-
-@pytest.mark.fault(27)
-def test_clock_that_is_ahead_for_a_moment_expires_nothing(
-    root: Path, days_ahead: list[float]
-) -> None:
-    with opened(root) as store:
-        for n in range(20):
-            store.put(key(str(n)), entry())
-        days_ahead.append(8)
-        assert None not in store.lookup([key(str(n)) for n in range(20)])
-        assert store.evict() == store.sweep() == 0
-        assert store.put(key("0"), entry()) is False
-        days_ahead.append(0)
-
-        assert all(store.get(key(str(n))) for n in range(20))
-
-
-@pytest.mark.fault(27)
-def test_clock_that_is_ahead_for_a_moment_removes_no_small_staging_file(
-    root: Path, days_ahead: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with opened(root) as store:
-        staging = root / f".{1:016x}.tmp"
-        staging.write_bytes(b"half")
-        days_ahead.append(8)
-        store.sweep()
-        assert staging.exists()
-
-        monkeypatch.setattr(disk_clock, "JUMP_LASTS_S", 0)
-        days_ahead.append(6)
-        store.sweep()
-        assert not staging.exists()
-
-
-@pytest.mark.fault(27)
-def test_clock_that_stays_ahead_for_an_hour_is_believed(
-    root: Path, days_ahead: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with opened(root) as store:
-        store.put(key(), entry())
-        days_ahead.append(8)
-        assert store.sweep() == 0
-
-        monkeypatch.setattr(disk_clock, "JUMP_LASTS_S", 0)
-        assert store.get(key()) is None
-        assert store.sweep() == 1
-
-
-@pytest.mark.fault(27)
-def test_clock_that_was_behind_is_believed_at_once(days_ahead: list[float]) -> None:
-    clock = StoreClock()
-    days_ahead.append(-1)
-
-    assert clock.expiry_now() == pytest.approx(time.time(), abs=60)
-
-
 def test_evict_removes_expired_entries(root: Path) -> None:
     with opened(root, "ttl=1h") as store:
         store.put(key("old"), entry())
@@ -579,10 +513,10 @@ def test_evictor_looks_for_leases_again_after_it_has_renamed_its_victims(
 ) -> None:
     rename = Folder.rename
 
-    def lease_first(folder: Folder, name: str, new: str, into: Folder | None = None) -> None:
+    def lease_first(folder: Folder, name: str, new: str) -> None:
         if name == key("leased").digest:
             assert other.lease([key("leased")], 60)[0] is not None
-        rename(folder, name, new, into)
+        rename(folder, name, new)
 
     with opened(root) as store, opened(root) as other:
         for name in ("leased", "old"):
@@ -755,27 +689,9 @@ def test_a_read_only_store_is_read_and_not_written(small_disk: Path) -> None:
         with pytest.raises(StoreUnavailable):
             store.put(key("more"), entry())
         with pytest.raises(StoreUnavailable):
-            store.evict()
+            store.sweep()
         with pytest.raises(StoreUnavailable):
             opened(small_disk / "store")
-
-
-@pytest.mark.fault(24)
-def test_durable_entries_are_synced(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced: list[bool] = []
-    names: set[str] = set()
-
-    def fsync(fd: int) -> None:
-        synced.append(stat.S_ISDIR(os.fstat(fd).st_mode))
-        names.add(Path(f"/proc/self/fd/{fd}").readlink().name)
-
-    with opened(root, "durability=fsync") as store:
-        monkeypatch.setattr(os, "fsync", fsync)
-        store.put(key(), entry())
-
-        # The entry, its folder and the two above, which may be new: no other call syncs them.
-        assert synced == [False, True, True, True]
-        assert {"entries", key().digest[:2], key().digest[2:4]} < names
 
 
 def test_close_that_fails_after_a_read_changes_nothing(
