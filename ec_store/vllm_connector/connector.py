@@ -104,10 +104,10 @@ class ECStoreConnector(ECConnectorBase):
         model_config = vllm_config.model_config
         resolver = PlaceholderMetadataResolver(model_config)
         if self.is_consumer:
-            size = config.memory_bytes if config.region_bytes is None else config.region_bytes
-            self._sharing = open_sharing(self._store, size, vllm_config.parallel_config)
+            if isinstance(self._store, ArenaStore):
+                self._sharing = open_sharing(self._store, vllm_config.parallel_config)
             self._fetcher = Fetcher(
-                self._sharing,
+                self._sharing or self._store,
                 self.namespace,
                 counts=self.counts,
                 timeout_s=config.timeout_s,
@@ -218,10 +218,11 @@ class ECStoreConnector(ECConnectorBase):
         )
 
     def _loads(self) -> dict[str, EntryLoad]:
-        if self._consumer is None or self._sharing is None:
+        if self._consumer is None:
             return {}
         entries = self._consumer.end_step()
-        loads = self._attempt(self._sharing.loads, entries)
+        sharing = self._sharing
+        loads = None if sharing is None else self._attempt(sharing.loads, entries)
         # A step without its entries ends the engine.
         return make_loads(entries) if loads is None else loads
 
@@ -271,7 +272,7 @@ class ECStoreConnector(ECConnectorBase):
         """
         step, loader = self._get_connector_metadata(), self._loader
         if loader is not None:
-            self._attempt(load, loader, step, encoder_cache, self._host)
+            self._attempt(load, step, encoder_cache, self._host)
             if step.shared is not None:
                 self._attempt(loader.map_shared, step.shared)
                 self._attempt(loader.finish, step.shared.number)

@@ -13,7 +13,6 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from ec_store.arena.memory import create_memory, map_memory  # noqa: E402 - only with torch
-from ec_store.engine import region as region_module  # noqa: E402
 from ec_store.engine.region import Region  # noqa: E402
 from ec_store.engine.tensors import (  # noqa: E402
     HostCopies,
@@ -22,6 +21,7 @@ from ec_store.engine.tensors import (  # noqa: E402
     as_tensor,
     new_stream,
     pinned_memory,
+    register,
     to_device,
 )
 
@@ -44,7 +44,7 @@ def bytes_of(values: Any) -> memoryview:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_copies_are_right_while_streams_compute(dtype: str) -> None:
-    ring = HostCopies(64 * MIB)
+    copies = HostCopies()
     other = torch.cuda.Stream()
     waiting, expected = [], []
     for number in range(8):
@@ -53,33 +53,29 @@ def test_copies_are_right_while_streams_compute(dtype: str) -> None:
         tensor = torch.zeros(1024, 1024, device="cuda", dtype=getattr(torch, dtype))
         torch.cuda._sleep(LONG)  # noqa: SLF001
         tensor += number + 1
-        waiting.append(ring.start(tensor))
+        waiting.append(copies.start(tensor))
         expected.append(torch.full((1024, 1024), number + 1, dtype=tensor.dtype))
         del tensor
         torch.empty(1024, 1024, device="cuda", dtype=getattr(torch, dtype)).fill_(-1)
 
-    assert [wait().equal(one) for wait, one in zip(waiting, expected, strict=True) if wait] == [
-        True
-    ] * 8
-    ring.close()
+    assert [wait().equal(one) for wait, one in zip(waiting, expected, strict=True)] == [True] * 8
+    copies.close()
 
 
 def test_a_part_of_a_batch_is_copied_contiguously() -> None:
-    ring = HostCopies(64 * MIB)
+    copies = HostCopies()
     batch = torch.arange(4096, device="cuda", dtype=torch.float32).reshape(64, 64)
-    wait = ring.start(batch[8:16, ::2])
-    assert wait
+    wait = copies.start(batch[8:16, ::2])
     host = wait()
 
     assert host.is_contiguous()
     assert host.equal(batch[8:16, ::2].cpu())
-    ring.close()
+    copies.close()
 
 
 def test_a_copy_follows_the_work_queued_before_it_without_blocking() -> None:
-    ring = HostCopies(64 * MIB)
-    warm = ring.start(torch.zeros(8, device="cuda"))
-    assert warm
+    copies = HostCopies()
+    warm = copies.start(torch.zeros(8, device="cuda"))
     warm()
     tensor = torch.zeros(MIB, device="cuda")
     torch.cuda.synchronize()
@@ -87,38 +83,36 @@ def test_a_copy_follows_the_work_queued_before_it_without_blocking() -> None:
     made = torch.cuda.Event()
     tensor += 1
     made.record()
-    wait = ring.start(tensor)
+    wait = copies.start(tensor)
     started_before_it_was_made = not made.query()
-    assert wait
     host = wait()
 
     assert started_before_it_was_made
     assert made.query()
     assert host.eq(1).all()
-    ring.close()
+    copies.close()
 
 
 def test_device_memory_is_free_while_copies_wait() -> None:
-    ring = HostCopies(128 * MIB)
+    copies = HostCopies()
     before = torch.cuda.memory_allocated()
     waiting = []
     for _ in range(16):
         tensor = torch.ones(2 * MIB, device="cuda")
-        waiting.append(ring.start(tensor))
+        waiting.append(copies.start(tensor))
         del tensor
     until(lambda: torch.cuda.memory_allocated() <= before)
 
-    assert all(wait and wait().eq(1).all() for wait in waiting)
-    ring.close()
+    assert all(wait().eq(1).all() for wait in waiting)
+    copies.close()
 
 
 def test_copies_are_in_pinned_memory() -> None:
-    ring = HostCopies(4 * MIB)
-    wait = ring.start(torch.ones(MIB // 4, device="cuda"))
-    assert wait
+    copies = HostCopies()
+    wait = copies.start(torch.ones(MIB // 4, device="cuda"))
     assert wait().is_pinned()
     assert pinned_memory(16).is_pinned()
-    ring.close()
+    copies.close()
 
 
 @pytest.mark.parametrize("ready_made", [False, True], ids=["pageable", "pinned"])
@@ -131,85 +125,6 @@ def test_entries_are_put_on_the_device(ready_made: bool) -> None:
     assert placed.cpu().equal(values)
 
 
-def test_the_region_is_registered_once_and_copied_from_directly(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    calls: list[int] = []
-    cudart = torch.cuda.cudart()
-
-    def register(address: int, size: int, flags: int) -> object:
-        calls.append(size)
-        return cudart.cudaHostRegister(address, size, flags)
-
-    fake = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=cudart.cudaHostUnregister)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
-    region, loader = Region(64 * MIB, 1), Loader(0)
-    for _ in range(3):
-        loader.map_shared(region.shared_region())
-    until(region.is_mapped)
-    reader = loader.reader
-    assert reader is not None
-    assert reader.registered
-    values = torch.randn(1024, 1024)
-    for _ in range(40):  # more than the region holds at once
-        view = region.copy_in(bytes_of(values))
-        assert view is not None
-        place = region.find_place(view)
-        assert place is not None
-        assert reader.view(place).is_pinned()
-        region.send([view])
-        del view
-        placed = to_device([loader.view(place)], "F32", (1024, 1024))
-        loader.finish(region.shared_region().number)
-        assert placed.cpu().equal(values)
-        loader.report_copies()
-
-    assert calls == [region.shared_region().handle.size_bytes]
-    region.close()
-
-
-def test_memory_at_an_address_that_was_registered_before_is_read_itself() -> None:
-    """The kernel reuses the address; the driver must not use the old pages."""
-    for number in range(4):
-        region, loader = Region(64 * MIB, 1), Loader(0)
-        loader.map_shared(region.shared_region())
-        until(region.is_mapped)
-        reader = loader.reader
-        assert reader is not None
-        assert reader.registered
-        view = region.copy_in(bytes_of(torch.full((MIB,), float(number))))
-        assert view is not None
-        place = region.find_place(view)
-        assert place is not None
-        assert to_device([loader.view(place)], "F32", (MIB,)).eq(number).all()
-        region.close()
-        del region, loader, reader, view
-
-
-def test_a_slot_is_held_until_the_device_has_copied_it() -> None:
-    region, loader = Region(64 * MIB, 1), Loader(0)
-    loader.map_shared(region.shared_region())
-    until(region.is_mapped)
-    view = region.copy_in(bytes_of(torch.ones(MIB)))
-    assert view is not None
-    place = region.find_place(view)
-    assert place is not None
-    region.send([view])
-    del view
-    torch.cuda._sleep(LONG)  # noqa: SLF001
-    placed = to_device([loader.view(place)], "F32", (MIB,))
-    loader.finish(region.shared_region().number)
-    loader.report_copies()
-    taken = region.taken_bytes()
-    torch.cuda.synchronize()
-    loader.report_copies()
-
-    assert taken == 4 * MIB
-    assert region.taken_bytes() == 0
-    assert placed.eq(1).all()
-    region.close()
-
-
 def test_a_rejected_registration_does_not_fail_later_calls(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -217,16 +132,25 @@ def test_a_rejected_registration_does_not_fail_later_calls(
         return 2
 
     monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=refused))
-    assert not region_module.register(np.zeros(4096, np.uint8))
-    region, loader = Region(4 * MIB, 1), Loader(0)
-    loader.map_shared(region.shared_region())
-    until(region.is_mapped)
-    view = region.copy_in(bytes_of(torch.ones(1024)))
-    assert view is not None
-    place = region.find_place(view)
-    assert place is not None
+    assert not register(np.zeros(4096, np.uint8))
+    values = torch.ones(1024)
 
-    assert to_device([loader.view(place)], "F32", (1024,)).eq(1).all()
+    assert to_device([values.view(torch.uint8)], "F32", (1024,)).eq(1).all()
+
+
+def test_a_step_is_reported_when_the_device_has_copied_its_entries() -> None:
+    region, loader = Region(1), Loader(0)
+    loader.map_shared(region.shared_region())
+    assert loader.reader is not None
+    region.send([object()])
+    torch.cuda._sleep(LONG)  # noqa: SLF001
+    loader.finish(region.shared_region().number)
+    loader.report_copies()
+    before = loader.reader.has_read_all()
+    torch.cuda.synchronize()
+    loader.report_copies()
+
+    assert (before, loader.reader.has_read_all()) == (False, True)
     region.close()
 
 
@@ -253,7 +177,7 @@ class Host:
 
 def register_all(memory: Any) -> list[bool]:
     begins = range(0, len(memory), SEGMENT_BYTES)
-    return [region_module.register(memory, begin, begin + SEGMENT_BYTES) for begin in begins]
+    return [register(memory, begin, begin + SEGMENT_BYTES) for begin in begins]
 
 
 def parts_of(memory: Any, extents: list[tuple[int, int]] = BORDER) -> list[Any]:
