@@ -13,7 +13,7 @@ from ec_store.base import Listed, Store, StoreStats
 from ec_store.counts import Counts
 from ec_store.disk.claims import give_back, take_claims
 from ec_store.disk.config import DiskConfig, StoreSettings
-from ec_store.disk.entry_files import EntryFiles, blob_bytes, load_header
+from ec_store.disk.entry_files import EntryFiles, blob_bytes, load_header, write_entry
 from ec_store.disk.eviction_policy import taken_bytes
 from ec_store.disk.files import NO_ROOM, Folder, close_quietly, is_regular
 from ec_store.disk.housekeeping import Housekeeping
@@ -300,7 +300,7 @@ class SharedDiskStore(Store):
             self._keeper.ledger.charge(tree.root, taken)
             charged = True
             self._keeper.make_room(tree, taken)
-            self._files.store(key, entry, fd)
+            write_entry(key, entry, fd)
             if replace:
                 self._replace(tree, folder, staging, digest)
             published = replace or folder.publish(staging, digest)

@@ -15,7 +15,8 @@ import pytest
 
 from ec_store import StoreUnavailable
 from ec_store.disk import evictor
-from ec_store.disk.entry_files import EntryFiles
+from ec_store.disk import store as disk_store
+from ec_store.disk.entry_files import write_entry
 from ec_store.disk.eviction_policy import taken_bytes
 from ec_store.disk.files import Folder
 from ec_store.disk.ledger import Ledger
@@ -70,13 +71,12 @@ def put_many(root: Path, name: int) -> None:
 
 def put_and_die(root: Path, length: int, query: str = QUERY, name: str = "half") -> None:
     """Die after the payload of an entry was written."""
-    store_entry = EntryFiles.store
 
     def dying(*args: object) -> None:
-        store_entry(*args)  # type: ignore[arg-type]
+        write_entry(*args)  # type: ignore[arg-type]
         die()
 
-    EntryFiles.store = dying  # type: ignore[method-assign, assignment]
+    vars(disk_store)["write_entry"] = dying
     opened(root, query).put(key(name), sized(length))
 
 
@@ -177,16 +177,15 @@ def test_name_that_a_killed_writer_left_of_a_published_entry_releases_nothing(ro
 
 
 def test_staging_file_of_a_living_writer_stays(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store_entry = EntryFiles.store
     seen: list[int] = []
 
     def evicting(*args: object) -> None:
-        store_entry(*args)  # type: ignore[arg-type]
+        write_entry(*args)  # type: ignore[arg-type]
         with opened(root) as other:
             other.sweep()
             seen.append(len(leftovers(root)))
 
-    monkeypatch.setattr(EntryFiles, "store", evicting)
+    monkeypatch.setattr(disk_store, "write_entry", evicting)
     with opened(root) as store:
         assert store.put(key(), sized(1000)) is True
         assert_same(sized(1000), store.get(key()))
@@ -206,7 +205,7 @@ def test_child_of_a_fork_does_not_keep_its_parent_alive(root: Path) -> None:
                 os.read(go, 1)
                 os._exit(0)
             os.read(forked, 1)
-            EntryFiles.store = lambda *_: die()  # type: ignore[method-assign]
+            vars(disk_store)["write_entry"] = lambda *_: die()
             store.put(key("half"), sized(1000))
 
     killed(fork_and_die)
@@ -236,7 +235,6 @@ def test_eviction_tests_no_locks_of_processes_that_are_writing(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A store with the time of the default, and one that counts no staging file as young."""
-    store_entry = EntryFiles.store
     tested: list[int] = []
 
     def is_locked(fd: int) -> bool:
@@ -244,15 +242,15 @@ def test_eviction_tests_no_locks_of_processes_that_are_writing(
         return True
 
     def evicting(*args: object) -> None:
-        store_entry(*args)  # type: ignore[arg-type]
-        monkeypatch.setattr(EntryFiles, "store", store_entry)
+        write_entry(*args)  # type: ignore[arg-type]
+        monkeypatch.setattr(disk_store, "write_entry", write_entry)
         for evict in (on_disk.opened, opened):
             with evict(root) as other:
                 assert not tested
                 other.evict()
         assert len(tested) == 1
 
-    monkeypatch.setattr(EntryFiles, "store", evicting)
+    monkeypatch.setattr(disk_store, "write_entry", evicting)
     monkeypatch.setattr(evictor, "is_locked", is_locked)
     with on_disk.opened(root) as store:
         assert store.put(key(), sized(1000)) is True

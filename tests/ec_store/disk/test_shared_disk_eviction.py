@@ -636,7 +636,6 @@ def test_child_of_a_fork_waits_for_no_lock_of_its_parent(root: Path, call: str) 
         assert store.get(key()) is not None
         keeper, held = store._keeper, store._files  # noqa: SLF001
         locks = [
-            held._helpers._lock,  # noqa: SLF001
             held._buffers._lock.mutex,  # noqa: SLF001
             keeper.ledger._lock.mutex,  # noqa: SLF001
             store.counts._lock.mutex,  # noqa: SLF001

@@ -8,7 +8,6 @@ import shutil
 import signal
 import stat
 import subprocess
-import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -140,7 +139,7 @@ def test_an_entry_under_the_wrong_name_is_corrupt(root: Path, store: SharedDiskS
 
 
 @pytest.mark.parametrize("size", [2**20, 3 * 2**20 + 2, 5 * 2**20 - 2])
-def test_every_byte_that_two_threads_read_is_in_its_place_and_checked(
+def test_every_piece_of_a_large_entry_is_in_its_place_and_checked(
     root: Path, store: SharedDiskStore, size: int
 ) -> None:
     kept = Entry(memoryview(os.urandom(size)), "BF16", (size // 2,), "image")
@@ -157,34 +156,9 @@ def test_every_byte_that_two_threads_read_is_in_its_place_and_checked(
         assert store.put(key(), kept) is True
 
 
-@pytest.mark.parametrize("main_waits", [True, False])
-def test_whichever_thread_reads_last_all_is_checked(
-    root: Path, store: SharedDiskStore, monkeypatch: pytest.MonkeyPatch, main_waits: bool
-) -> None:
-    store.put(key(), sized(5 * 2**20, 5))
-    preadv, rest = os.preadv, threading.Event()
-
-    def in_order(fd: int, into: list[memoryview], offset: int) -> int:
-        if (threading.current_thread() is threading.main_thread()) == main_waits:
-            rest.wait(60)
-        count = preadv(fd, into, offset)
-        if offset > 4 * 2**20:
-            rest.set()
-        return count
-
-    monkeypatch.setattr(os, "preadv", in_order)
-
-    assert_same(sized(5 * 2**20, 5), store.get(key()))
-    rest.clear()
-    with path_of(root, key()).open("r+b") as file:
-        file.seek(-1, os.SEEK_END)
-        file.write(b"x")
-    assert store.get(key()) is None
-
-
 @pytest.mark.fault(20)
 @pytest.mark.changes_files
-def test_a_file_truncated_while_two_threads_read_it_is_a_miss(
+def test_a_file_truncated_while_it_is_read_is_a_miss(
     root: Path, store: SharedDiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.put(key(), sized(8 * 2**20, 5))
