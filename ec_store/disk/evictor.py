@@ -17,7 +17,7 @@ from ec_store.disk.files import NO_ROOM, READ, Folder, close_quietly
 from ec_store.disk.leases import leased_digests
 from ec_store.disk.ledger import Ledger, Usage
 from ec_store.disk.lock import is_locked, lock
-from ec_store.disk.tree import Found, Tree, staging_name
+from ec_store.disk.tree import Found, Tree, release_name, staging_name
 
 YOUNG_S = 0.25
 """Age in seconds up to which the process of a staging file counts as alive: it may not have locked
@@ -107,7 +107,7 @@ class Evictor:
         size_bytes = entries = 0
         is_written = False
         for found in tree.scan(unread, remove_empty=True):
-            if not found.is_second_name:
+            if found.is_charged:
                 size_bytes += taken_bytes(found.size_bytes)
                 entries += 1
             if not found.staging:
@@ -194,7 +194,7 @@ class Evictor:
 
     def _clear(self, tree: Tree, found: Found) -> int:
         """Remove a staging file that a crash left, and return the bytes that it frees."""
-        if not found.folder.remove(found.name) or found.is_second_name:
+        if not found.folder.remove(found.name) or not found.is_charged:
             return 0
         size_bytes = taken_bytes(found.size_bytes)
         self._ledger.release(tree.root, size_bytes)
@@ -239,9 +239,11 @@ class Evictor:
                     if used or candidate.digest in leased:
                         if name == candidate.digest:
                             continue
-                        if folder.publish(name, candidate.digest):
-                            folder.remove(name)
+                        second = release_name(folder, name, candidate.digest)
+                        if folder.publish(second, candidate.digest):
+                            folder.remove(second)
                             continue
+                        name = second  # noqa: PLW2901 - another process has put the entry again
                 if folder.remove(name):
                     freed += taken_bytes(candidate.size_bytes)
                     removed += 1

@@ -213,7 +213,7 @@ class Housekeeping:
         self.ledger.discard_damaged(tree.root)
         unread: list[OSError] = []
         found = tree.scan(unread)
-        sizes = [taken_bytes(file.size_bytes) for file in found if not file.is_second_name]
+        sizes = [taken_bytes(file.size_bytes) for file in found if file.is_charged]
         for error in unread:
             if not isinstance(error, PermissionError):
                 raise error

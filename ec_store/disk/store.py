@@ -21,7 +21,7 @@ from ec_store.disk.leases import add_leases, count_leased, leased_digests
 from ec_store.disk.listing import list_entries, valid_registrations
 from ec_store.disk.lock import lock
 from ec_store.disk.opening import DiskOpening
-from ec_store.disk.tree import Tree, staging_name
+from ec_store.disk.tree import Tree, release_name, staging_name
 from ec_store.entry import MAX_HEADER_BYTES, Entry, EntryInfo
 from ec_store.errors import (
     CorruptEntry,
@@ -303,12 +303,14 @@ class SharedDiskStore(Store):
             write_entry(key, entry, fd)
             if replace:
                 self._replace(tree, folder, staging, digest)
+            else:
+                staging = release_name(folder, staging, digest)
             published = replace or folder.publish(staging, digest)
         finally:
             removed = folder.remove(staging)
             close_quietly(fd)
             if charged and not published and removed:
-                # A file that stays is released with the leftovers.
+                # A file that stays is released with the leftovers, or by the next sweep.
                 self._keeper.ledger.release(tree.root, taken)
         return published
 

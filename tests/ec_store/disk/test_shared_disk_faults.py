@@ -9,7 +9,6 @@ import signal
 import stat
 import subprocess
 import time
-import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
@@ -19,10 +18,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from ec_store import Entry, EntryKey, EntryTooLarge, StoreUnavailable, open_store
-from ec_store.buffers import UNUSED_BYTES, Buffers
 from ec_store.disk import evictor, opening
 from ec_store.disk import store as disk_store
-from ec_store.disk.entry_files import EntryFiles
 from ec_store.disk.files import Folder, Modes
 from ec_store.disk.leases import SWEPT_BY_LEASES, add_leases, leased_digests
 from ec_store.disk.store import SharedDiskStore
@@ -187,19 +184,6 @@ def test_a_read_entry_survives_the_truncation_of_its_file(
     assert_same(sized(8 * 2**20, 5), found)
 
 
-def test_memory_is_used_again_once_nothing_refers_to_it() -> None:
-    buffers = EntryFiles()._buffers  # noqa: SLF001 - retained buffers are not visible from outside
-    first = buffers.take_buffer(2**21)
-    first[:4] = b"mark"
-    view = first.toreadonly().cast("H")[1:2]
-    del first
-
-    assert bytes(buffers.take_buffer(2**21)[:4]) == bytes(4)
-    del view
-    marks = [buffers.take_buffer(2**21) for _ in range(2)]
-    assert {bytes(one[:4]) for one in marks} == {b"mark", bytes(4)}
-
-
 def test_memory_is_used_again_only_when_nothing_refers_to_it(store: SharedDiskStore) -> None:
     size = 2**21
     for n in range(4):
@@ -215,23 +199,6 @@ def test_memory_is_used_again_only_when_nothing_refers_to_it(store: SharedDiskSt
     assert bytes(part) == kept
     for n, other in enumerate(others, 1):
         assert_same(sized(size, n), other)
-
-
-def test_unused_memory_is_bounded_and_memory_in_use_is_not() -> None:
-    buffers = Buffers()
-    page = 2 * 2**20
-    held = [buffers.take_buffer(UNUSED_BYTES) for _ in range(3)]
-    alive = [weakref.ref(one.obj) for one in held]
-    del held[1:]
-    buffers.take_buffer(page)
-    assert [ref() is not None for ref in alive] == [True, False, False]
-
-    del held[0]
-    again = buffers.take_buffer(UNUSED_BYTES)
-    assert again.obj is alive[0]()
-    del again
-    buffers.take_buffer(page // 2)
-    assert alive[0]() is not None
 
 
 # Links and other things where entries should be
