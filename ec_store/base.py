@@ -237,24 +237,16 @@ class Store(ABC):
         them.
         """
 
-    @abstractmethod
-    def evict(self) -> int:
-        """Bring the store under its quota. The cost depends on the bytes to free.
-
-        Returns:
-            Number of removed entries; 0 if the backend evicts by itself.
-        """
-
     def sweep(self, every_s: float = 0.0) -> int:  # noqa: ARG002 - for backends that need it
-        """Evict, and remove all expired entries and all files that crashes left.
+        """Bring the store under its quota, and remove expired entries and files that crashes left.
 
         This may read the metadata of every entry. If any process has started a sweep less than
-        `every_s` seconds ago, it only evicts.
+        `every_s` seconds ago, it only evicts, at a cost that depends on the bytes to free.
 
         Returns:
             Number of removed entries; 0 if the backend evicts by itself.
         """
-        return self.evict()
+        return 0
 
     @abstractmethod
     def stats(self) -> StoreStats: ...

@@ -217,10 +217,6 @@ class ArenaStore(Store):
                 listed = replace(listed, problem=self._problem(row.digest, fix=fix))
             yield listed
 
-    def evict(self) -> int:
-        """Return 0: the server evicts when a write needs room."""
-        return 0
-
     def stats(self) -> StoreStats:
         stats = self._ask(GetStats(), Stats)
         return StoreStats(

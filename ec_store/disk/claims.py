@@ -12,7 +12,8 @@ import errno
 import hashlib
 import math
 import os
-from collections.abc import Callable, Collection, Iterable
+import time
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 
 from ec_store.base import LONGEST_CLAIM_S
@@ -32,12 +33,8 @@ for longer at this point may cause a second encode."""
 
 _NEXT = ".next"
 
-Clock = Callable[[], float]
 
-
-def take_claims(
-    folder: Folder, digests: Iterable[str], owner: bytes, seconds: float, now: Clock
-) -> list[bool]:
+def take_claims(folder: Folder, digests: Iterable[str], owner: bytes, seconds: float) -> list[bool]:
     """Take or renew claims; False for each entry that another owner claims.
 
     A claim that another process is changing is not taken. On a file system without symbolic links,
@@ -45,18 +42,18 @@ def take_claims(
     """
     ours = _signed(owner)
     claim = f"{seconds:.3f} {ours}"
-    return [_take(folder, digest, ours, claim, now) for digest in digests]
+    return [_take(folder, digest, ours, claim) for digest in digests]
 
 
-def _take(folder: Folder, digest: str, ours: str, claim: str, now: Clock) -> bool:
+def _take(folder: Folder, digest: str, ours: str, claim: str) -> bool:
     try:
         for _ in range(2):  # once more for a claim that ends between the calls
             if folder.link(digest, claim):
                 return True
-            holder = _holder(folder, digest, now())
+            holder = _holder(folder, digest)
             if holder not in {None, ours}:
                 return False
-            if _changed(folder, digest, {None, ours}, claim, now):
+            if _changed(folder, digest, {None, ours}, claim):
                 return True
     except OSError as error:
         if error.errno not in NO_LINKS:
@@ -65,23 +62,23 @@ def _take(folder: Folder, digest: str, ours: str, claim: str, now: Clock) -> boo
     return holder == ours
 
 
-def give_back(folder: Folder, digest: str, owner: bytes, now: Clock) -> None:
+def give_back(folder: Folder, digest: str, owner: bytes) -> None:
     """Release a claim. A claim of another owner stays. Raises OSError."""
-    if _holder(folder, digest, now(), SURE_S) == _signed(owner):
+    if _holder(folder, digest, SURE_S) == _signed(owner):
         with suppress(FileNotFoundError):
             os.unlink(digest, dir_fd=folder.fd)
 
 
-def sweep_claims(folder: Folder, now: Clock) -> None:
+def sweep_claims(folder: Folder) -> None:
     """Remove expired claims, and unfinished changes that crashes left."""
     for digest in {name.removesuffix(_NEXT) for name in folder.names()}:
-        if DIGEST.fullmatch(digest) and _holder(folder, digest, now()) is None:
+        if DIGEST.fullmatch(digest) and _holder(folder, digest) is None:
             with suppress(OSError):
-                _changed(folder, digest, {None}, None, now)
+                _changed(folder, digest, {None}, None)
 
 
 def _changed(
-    folder: Folder, digest: str, holders: Collection[str | None], claim: str | None, now: Clock
+    folder: Folder, digest: str, holders: Collection[str | None], claim: str | None
 ) -> bool:
     """Replace a claim by another one or by none, if one of `holders` holds it.
 
@@ -91,12 +88,12 @@ def _changed(
     change = digest + _NEXT
     if not folder.link(change, claim or "-"):
         with suppress(FileNotFoundError):
-            if not -SLACK_S <= now() - folder.stat(change).st_mtime <= STALE_S:
+            if not -SLACK_S <= time.time() - folder.stat(change).st_mtime <= STALE_S:
                 folder.remove(change)
         return False
     try:
         # An existing link stays until this change ends; a missing one may be created meanwhile.
-        if not folder.has(digest) or _holder(folder, digest, now()) not in holders:
+        if not folder.has(digest) or _holder(folder, digest) not in holders:
             return False
         if claim is None:
             return folder.remove(digest)
@@ -106,14 +103,14 @@ def _changed(
         folder.remove(change)
 
 
-def _holder(folder: Folder, digest: str, now_s: float, least_s: float = 0.0) -> str | None:
+def _holder(folder: Folder, digest: str, least_s: float = 0.0) -> str | None:
     """Return the holder of a claim, as `_signed` makes it, if more than `least_s` seconds remain.
 
     None also if there is no link or its text is invalid.
     """
     try:
         # Time before text: if the link is replaced in between, the claim seems older than it is.
-        age_s = now_s - folder.stat(digest).st_mtime
+        age_s = time.time() - folder.stat(digest).st_mtime
         seconds, _, holder = os.readlink(digest, dir_fd=folder.fd).partition(" ")
         lives_s = float(seconds)
     except (FileNotFoundError, ValueError):

@@ -100,7 +100,7 @@ class EntryFiles:
         return Entry(payload.toreadonly(), info.dtype, info.shape, info.modality, info.metadata)
 
     def close(self) -> None:
-        """Release unused memory."""
+        """Release the memory that no entry refers to."""
         self._buffers = Buffers()
 
 

@@ -253,7 +253,7 @@ class Housekeeping:
     def _clean_leftovers(self, tree: Tree) -> None:
         """Remove expired leases, claims and leftover files; entries are not read."""
         sweep_leases(tree.leases, time.time())
-        sweep_claims(tree.claims, time.time)
+        sweep_claims(tree.claims)
         now = time.time()
         for folder in (tree.root, tree.namespaces):
             for name in folder.names():

@@ -134,14 +134,14 @@ class SharedDiskStore(Store):
         with self._translate_errors("claims could not be written"):
             tree = self._opening.tree(create=True)
             digests = [key.digest for key in keys]
-            return take_claims(tree.claims, digests, name, seconds, time.time)
+            return take_claims(tree.claims, digests, name, seconds)
 
     def release(self, keys: Sequence[EntryKey], owner: str) -> None:
         name = owner_bytes(owner)
         with self._translate_errors("claims could not be released"):
             tree = self._opening.tree()
             for key in keys:
-                give_back(tree.claims, key.digest, name, time.time)
+                give_back(tree.claims, key.digest, name)
 
     def delete(self, keys: Sequence[EntryKey]) -> int:
         with self._translate_errors("entries could not be deleted"):
@@ -174,7 +174,7 @@ class SharedDiskStore(Store):
                 yield row
 
     def evict(self) -> int:
-        """Evict (see `Store.evict`), unless another process is evicting."""
+        """Bring the store under its quota; return the number of removed entries."""
         with self._translate_errors("the store cannot be evicted from"):
             return self._keeper.evict(self._opening.counted())
 

@@ -187,10 +187,6 @@ class RedisStore(Store):
             return str(error) if self._entries.is_still(key.digest, beginning) else None
         return None
 
-    def evict(self) -> int:
-        """Return 0 without a command: Redis evicts and expires by itself, whole entries only."""
-        return 0
-
     def stats(self) -> StoreStats:
         """Return metrics; the bytes are all memory that Redis uses, for any purpose."""
         servers = [

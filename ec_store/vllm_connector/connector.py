@@ -1,8 +1,9 @@
 """`ECStoreConnector`, the class that vLLM loads."""
 
+import functools
 import logging
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorRole
@@ -24,7 +25,6 @@ from ec_store.opening import open_store
 from ec_store.urls import fetch_threads, parse_url
 from ec_store.vllm_connector.config import ConnectorConfig
 from ec_store.vllm_connector.consumer import Consumer
-from ec_store.vllm_connector.guard import count_exception, guard_method
 from ec_store.vllm_connector.metrics import NAMESPACE, StoreConnectorStats, StorePromMetrics
 from ec_store.vllm_connector.namespace import namespace_of
 from ec_store.vllm_connector.producer import Producer
@@ -43,6 +43,26 @@ logger = logging.getLogger("vllm.ec_store")
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def guard_method(default: Callable[[], Any]) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Return a decorator: a method that raises returns a default, and does not end the engine.
+
+    Exceptions are counted. The first one of each method is logged with its traceback.
+    """
+
+    def wrap(method: Callable[..., T]) -> Callable[..., T]:
+        @functools.wraps(method)
+        def call(self: "ECStoreConnector", *args: Any, **kwargs: Any) -> T:
+            try:
+                return method(self, *args, **kwargs)
+            except Exception as error:  # noqa: BLE001 - it must not end the engine
+                self.count_exception(method.__name__, error)
+                return cast("T", default())
+
+        return call
+
+    return wrap
 
 
 class ECStoreConnector(ECConnectorBase):
@@ -162,8 +182,15 @@ class ECStoreConnector(ECConnectorBase):
         try:
             return call(*args, **kwargs)
         except Exception as error:  # noqa: BLE001 - as in `guard_method`
-            count_exception(self, call.__qualname__, error)
+            self.count_exception(call.__qualname__, error)
             return None
+
+    def count_exception(self, name: str, error: Exception) -> None:
+        """Count an exception, and log the first one of each method with its traceback."""
+        self.counts.add(exceptions=1)
+        if name not in self.logged:
+            self.logged.add(name)
+            logger.error("%s failed; the engine continues without its result", name, exc_info=error)
 
     # Methods of the scheduler's side.
 
@@ -181,7 +208,7 @@ class ECStoreConnector(ECConnectorBase):
         try:  # not `guard_method`: runs in each step for each waiting request
             return self._consumer.ensure_items(request, num_computed_tokens)
         except Exception as error:  # noqa: BLE001 - as in `guard_method`
-            count_exception(self, "ensure_cache_available", error)
+            self.count_exception("ensure_cache_available", error)
         ready = self._attempt(self._consumer.encode_here, request, num_computed_tokens)
         if ready is None:
             self._consumer.fail(request)
