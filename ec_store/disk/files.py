@@ -30,12 +30,11 @@ class Modes:
 class Folder:
     """Open folder, shared by threads. Its descriptor is closed with its last reference."""
 
-    __slots__ = ("_listed", "fd", "modes")
+    __slots__ = ("fd", "modes")
 
-    def __init__(self, fd: int, modes: Modes, *, listed: bool = False) -> None:
+    def __init__(self, fd: int, modes: Modes) -> None:
         self.fd = fd
         self.modes = modes
-        self._listed = listed
 
     def __del__(self) -> None:
         try:  # noqa: SIM105 - runs with every lookup, and suppress() is slower
@@ -78,10 +77,6 @@ class Folder:
     def open(self, name: str, flags: int, mode: int = 0) -> int:
         return os.open(name, flags, mode, dir_fd=self.fd)
 
-    def to_list(self, name: str) -> "Folder":
-        """Open a folder for listing by one thread, which saves two system calls."""
-        return Folder(self.open(name, LISTED), self.modes, listed=True)
-
     def create_folder(self, name: str) -> bool:
         """Create a folder in this one; False if it exists, also if another user created it again.
 
@@ -115,14 +110,13 @@ class Folder:
     @contextmanager
     def scan(self) -> Iterator[Iterator[os.DirEntry[str]]]:
         """Open a listing of this folder."""
-        # A separate descriptor, if others list too: the position belongs to the open folder.
-        fd = self.fd if self._listed else os.open(".", LISTED, dir_fd=self.fd)
+        # A separate descriptor: the position of a listing belongs to the open folder.
+        fd = os.open(".", LISTED, dir_fd=self.fd)
         try:
             with os.scandir(fd) as listing:
                 yield listing
         finally:
-            if not self._listed:
-                os.close(fd)
+            os.close(fd)
 
     def names(self) -> list[str]:
         with self.scan() as listing:

@@ -175,7 +175,7 @@ def _folders(folder: Folder, unread: list[OSError]) -> Iterator[tuple[str, Folde
         random.shuffle(names)
         for name in names:
             with _collect_error(unread):
-                yield name, folder.to_list(name)
+                yield name, folder.folder(name)
 
 
 def _scan(folder: Folder, unread: list[OSError]) -> list[Found]:
