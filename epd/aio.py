@@ -12,8 +12,7 @@ from collections.abc import (
 )
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, TypeVar
 
 import structlog
 
@@ -130,44 +129,21 @@ def cancel_after(limit_s: float) -> Iterator[None]:
             task.uncancel()
 
 
-class StrictTaskGroup(asyncio.TaskGroup):
-    """A task group that keeps its task's count of cancellations (`Task.cancelling`) correct.
-
-    Time limits rely on that count (`asyncio.timeout`, `epd.edge.drain`). The task group of Python
-    3.11 has two faults. If a task fails while the group waits at its end, one cancellation too many
-    stays counted: the body of the group therefore waits for its tasks (`asyncio.wait`). A
-    cancellation from outside at the moment of a failure is lost: this class raises it in place of
-    the failure.
-    """
-
-    async def __aenter__(self) -> Self:
-        self._cancels = _cancels()
-        await super().__aenter__()
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Leave the group.
-
-        Raises:
-            BaseExceptionGroup: at least one task failed.
-            asyncio.CancelledError: the task was cancelled, with or without a failure.
-        """
-        try:
-            await super().__aexit__(kind, error, trace)
-        except BaseExceptionGroup:
-            if _cancels() > self._cancels:
-                raise asyncio.CancelledError from None
-            raise
+def errors_of(tasks: Iterable[asyncio.Task[Any]]) -> list[BaseException]:
+    """Return the errors of the tasks that have failed, in order."""
+    return [
+        error
+        for task in tasks
+        if task.done() and not task.cancelled() and (error := task.exception()) is not None
+    ]
 
 
-def _cancels() -> int:
-    task = asyncio.current_task()
-    return 0 if task is None else task.cancelling()
+async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel tasks, and wait until they have ended."""
+    tasks = [*tasks]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def gather_first(
@@ -175,22 +151,27 @@ async def gather_first(
 ) -> list[V]:
     """Return the result of `call` for each value, in order. At most `at_once` calls run at a time.
 
+    Time limits rely on the count of cancellations (`asyncio.timeout`, `epd.edge.drain`), which the
+    task group of Python 3.11 does not keep: a cancellation at the moment of a failure is lost.
+
     Raises:
         Exception: the first error of a call; the other calls are cancelled.
     """
-    places = asyncio.Semaphore(at_once)
-    tasks = []
+    places, tasks = asyncio.Semaphore(at_once), list[asyncio.Task[V]]()
     try:
-        async with StrictTaskGroup() as group:
-            for value in values:
-                await places.acquire()
-                task = group.create_task(call(value))
-                task.add_done_callback(lambda _: places.release())
-                tasks.append(task)
-            if tasks:
-                await asyncio.wait(tasks)
-    except ExceptionGroup as failures:
-        first, *others = failures.exceptions
+        for value in values:
+            await places.acquire()
+            if errors_of(tasks):
+                break
+            tasks.append(task := asyncio.create_task(call(value)))
+            task.add_done_callback(lambda _: places.release())
+        if tasks:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        errors = errors_of(tasks)
+    finally:
+        await end_tasks(tasks)
+    if errors:
+        first, *others = errors
         for other in others:
             drop_tracebacks(other)
         raise first from first.__cause__

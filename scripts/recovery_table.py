@@ -9,14 +9,12 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from epd.request.recovery import ENCODE_RULES, RULES, EncodeRule, Rule
+from epd.request.recovery import ENCODE_RULES, RULES, Rule
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs/decisions/011-trying-again.md"
-TABLES: dict[str, Sequence[Rule | EncodeRule]] = {
-    "request": RULES,
-    "item": ENCODE_RULES,
-}
+TABLES: dict[str, Sequence[Rule[Any, Any]]] = {"request": RULES, "item": ENCODE_RULES}
 PLACE = re.compile(r"(<!-- recovery of (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
@@ -35,7 +33,7 @@ def main() -> None:
         sys.exit(f"{DOCUMENT.name}: out of date; run scripts/recovery_table.py")
 
 
-def table(rules: Sequence[Rule | EncodeRule]) -> str:
+def table(rules: Sequence[Rule[Any, Any]]) -> str:
     """Return the rows of a table in Markdown, numbered in their order."""
     rows = [
         f"| {number} | {rule.condition} | {rule.follows} |" for number, rule in enumerate(rules, 1)

@@ -3,7 +3,7 @@
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import replace
 from typing import Literal, Self, TypeVar
 
@@ -20,9 +20,16 @@ from epd.conversations.stores import (
     ConversationStore,
     StoreAway,
 )
-from epd.conversations.turn import MAX_ENTRY_BYTES, ConversationEntry, Fingerprint, HeldBlocks, Turn
+from epd.conversations.turn import (
+    MAX_ENTRY_BYTES,
+    ConversationEntry,
+    Fingerprint,
+    HeldBlocks,
+    Turn,
+    parse_entry,
+)
 from epd.tenants import ANONYMOUS
-from epd.transfer.nixl import BLOCKS_TTL_S, engine_of, kept_params
+from epd.transfer.nixl import BLOCKS_TTL_S, kept_params
 
 logger = structlog.get_logger("epd")
 
@@ -59,6 +66,8 @@ class Conversations:
 
     Attributes:
         results: number of entries by result.
+        store: their store.
+        token_key: key of the fingerprints of their tokens.
     """
 
     def __init__(
@@ -68,10 +77,10 @@ class Conversations:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.results: Counter[Result] = Counter()
-        self._store = store
+        self.store = store
         self._config = config
         self._clock = clock
-        self._key = hashlib.blake2b(config.name_scope_of(ANONYMOUS).secret).digest()
+        self.token_key = hashlib.blake2b(config.name_scope_of(ANONYMOUS).secret).digest()
         name = f"the conversation store {redacted(config.conversation_store or 'memory')}"
         self._breaker = Breaker(name, warn=_warn)
         self._engines: dict[str, str] = {}
@@ -89,17 +98,7 @@ class Conversations:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._store.close()
-
-    @property
-    def entry_count(self) -> int | None:
-        """The number of entries; None if the store does not count them."""
-        return self._store.entry_count
-
-    @property
-    def dropped_count(self) -> int:
-        """The number of entries dropped without use (`ConversationStore`)."""
-        return self._store.dropped_count
+        await self.store.close()
 
     async def begin_turn(self, turn: Turn, decodes: Collection[str]) -> None:
         """Look up and take the entry of the previous turn. No other turn can use it.
@@ -115,13 +114,13 @@ class Conversations:
                 "each worker keeps conversations of its own",
                 next="set --conversation-store redis://…; else a turn may miss the previous one",
             )
-        answered, before = await self._ask(lambda: self._store.take_entry(turn.key))
-        if before is None:
+        answered, written = await self._ask(lambda: self.store.take_entry(turn.key))
+        if written is None or (before := parse_entry(written)) is None:
             self.results["miss" if answered else "unknown"] += 1
         elif before.decode not in decodes or self._is_stale(before):
             self.results["stale"] += 1
         else:
-            turn.follow_entry(before)
+            turn.before, turn.blocks = before, before.held
             if before.held is None:
                 self.results["miss"] += 1
 
@@ -133,17 +132,10 @@ class Conversations:
         if held is not None:
             self._know(turn.decode, held.engine)
         entry = ConversationEntry(self._clock(), turn.decode, turn.prefill, held)
-        if held is not None and len(entry.to_json()) > MAX_ENTRY_BYTES:
-            entry = replace(entry, held=None)
-        await self._ask(lambda: self._store.put(turn.key, entry, self._config.conversation_ttl))
-
-    def shared_prefix_len(self, held: HeldBlocks, prompt: Sequence[int]) -> int:
-        """Return how many tokens at the start of a prompt are those of decode's blocks.
-
-        Raises:
-            ValueError: the prompt is not a list of tokens.
-        """
-        return held.tokens.shared_prefix_len(prompt, self._key)
+        written = entry.to_json()
+        if len(written) > MAX_ENTRY_BYTES:
+            written = replace(entry, held=None).to_json()
+        await self._ask(lambda: self.store.put(turn.key, written, self._config.conversation_ttl))
 
     def drop_instance(self, decode: str) -> None:
         """Drop the entries of a removed or restarted decode instance: its blocks are lost."""
@@ -152,7 +144,6 @@ class Conversations:
         self._lost_s = {url: at for url, at in self._lost_s.items() if at >= oldest_s}
         self._lost_s[decode] = now_s
         self._engines.pop(decode, None)
-        self._store.forget_decode(decode)
 
     def _held_blocks(self, turn: Turn, decode: str) -> HeldBlocks | None:
         """Return the blocks that decode holds of a turn; None if unknown or unusable."""
@@ -163,11 +154,10 @@ class Conversations:
             return None
         try:
             tokens = [*heard.prompt, *heard.answer][: params["remote_num_tokens"]]
-            fingerprint = Fingerprint.of_tokens(tokens, self._key)
+            fingerprint = Fingerprint.of_tokens(tokens, self.token_key)
         except ValueError:
             return None
-        basis, engine = turn.basis, engine_of(params)
-        return HeldBlocks({**params}, fingerprint, basis.media, basis.form, engine)
+        return HeldBlocks({**params}, fingerprint, turn.basis)
 
     def _know(self, decode: str, engine: str) -> None:
         """Record the engine of an instance. It differs after each start."""

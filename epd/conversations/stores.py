@@ -7,9 +7,7 @@ expires.
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import NamedTuple
 
-from epd.conversations.turn import ConversationEntry, parse_entry
 from epd.redis_urls import close, redis_client, redis_errors
 
 MAX_TOTAL_BYTES = 256 * 1024**2
@@ -23,16 +21,12 @@ class StoreAway(Exception):
     """A read or a write failed. The message contains no secret."""
 
 
-class StoredEntry(NamedTuple):
-    """An entry with its time of expiry on the store's clock, and its size in bytes as JSON."""
-
-    until_s: float
-    entry: ConversationEntry
-    size: int
-
-
 class ConversationsInMemory:
-    """Entries of this process. The oldest entry is evicted first; its use rewrites it."""
+    """Entries of this process. The oldest entry is evicted first; its use rewrites it.
+
+    Attributes:
+        dropped_count: number of entries dropped without use: evicted or expired.
+    """
 
     def __init__(
         self,
@@ -44,69 +38,47 @@ class ConversationsInMemory:
         self._most = most
         self._clock = clock
         self._max_bytes = max_bytes
-        self._entries: OrderedDict[str, StoredEntry] = OrderedDict()
+        self._entries: OrderedDict[str, tuple[float, bytes]] = OrderedDict()
         self._bytes = 0
-        self._evicted = 0
+        self.dropped_count = 0
 
     @property
     def entry_count(self) -> int:
         """The number of entries that have not expired."""
-        self._expire()
+        self._evict()
         return len(self._entries)
 
-    @property
-    def dropped_count(self) -> int:
-        """The number of entries dropped without use: evicted, expired, or with lost blocks.
-
-        An expired entry counts when it is detected.
-        """
-        return self._evicted
-
-    async def take_entry(self, key: str) -> ConversationEntry | None:
+    async def take_entry(self, key: str) -> bytes | None:
         """Remove and return the entry of a key; None if there is none."""
-        self._expire(key)
-        stored = self._drop(key)
-        return None if stored is None else stored.entry
+        self._evict()
+        return self._drop(key)
 
-    async def put(self, key: str, entry: ConversationEntry, ttl_s: float) -> None:
-        """Store an entry, and replace an earlier one of this key."""
-        self._expire(key)
+    async def put(self, key: str, entry: bytes, ttl_s: float) -> None:
+        """Store an entry, and replace an earlier one of this key. All have one time to live."""
+        self._evict()
         self._drop(key)
-        self._entries[key] = stored = StoredEntry(
-            self._clock() + ttl_s, entry, len(entry.to_json())
-        )
-        self._bytes += stored.size
-        while len(self._entries) > self._most or self._bytes > self._max_bytes:
-            self._evict(next(iter(self._entries)))
-
-    def forget_decode(self, decode: str) -> None:
-        """Drop the entries of a decode instance."""
-        for key in [key for key, stored in self._entries.items() if stored.entry.decode == decode]:
-            self._evict(key)
+        self._entries[key] = self._clock() + ttl_s, entry
+        self._bytes += len(entry)
+        self._evict()
 
     async def close(self) -> None:
         """Do nothing: the store has no connection."""
 
-    def _drop(self, key: str) -> StoredEntry | None:
-        stored = self._entries.pop(key, None)
-        if stored is not None:
-            self._bytes -= stored.size
-        return stored
+    def _drop(self, key: str) -> bytes | None:
+        _, entry = self._entries.pop(key, (0.0, None))
+        self._bytes -= len(entry or b"")
+        return entry
 
-    def _evict(self, key: str) -> None:
-        self._drop(key)
-        self._evicted += 1
-
-    def _expire(self, key: str | None = None) -> None:
-        """Evict expired entries: the one of this key, and those at the front.
-
-        Expired entries remain for now behind one with a longer time to live.
-        """
+    def _evict(self) -> None:
+        """Drop the oldest entries: the expired ones, and those beyond the limits."""
         now_s = self._clock()
-        if key is not None and key in self._entries and self._entries[key].until_s <= now_s:
-            self._evict(key)
-        while self._entries and self._entries[first := next(iter(self._entries))].until_s <= now_s:
-            self._evict(first)
+        while self._entries:
+            oldest = next(iter(self._entries))
+            fits = len(self._entries) <= self._most and self._bytes <= self._max_bytes
+            if fits and now_s < self._entries[oldest][0]:
+                return
+            self._drop(oldest)
+            self.dropped_count += 1
 
 
 class ConversationsInRedis:
@@ -127,20 +99,16 @@ class ConversationsInRedis:
         """
         self._client, self._key = redis_client(url, KEY, retry=False)
 
-    async def take_entry(self, key: str) -> ConversationEntry | None:
+    async def take_entry(self, key: str) -> bytes | None:
         """Remove and return the entry of a key. Raise `StoreAway` if Redis does not answer."""
         with redis_errors(StoreAway):
-            written = await self._client.getdel(f"{self._key}:{key}")
-        return None if written is None else parse_entry(written)
+            written: bytes | None = await self._client.getdel(f"{self._key}:{key}")
+        return written
 
-    async def put(self, key: str, entry: ConversationEntry, ttl_s: float) -> None:
+    async def put(self, key: str, entry: bytes, ttl_s: float) -> None:
         """Store an entry. Raise `StoreAway` if Redis does not answer: it may be stored or not."""
-        ttl_ms = max(1, round(1000 * ttl_s))
         with redis_errors(StoreAway):
-            await self._client.set(f"{self._key}:{key}", entry.to_json(), px=ttl_ms)
-
-    def forget_decode(self, decode: str) -> None:
-        """Do nothing: entries are not searched; the reader of one detects the lost decode."""
+            await self._client.set(f"{self._key}:{key}", entry, px=max(1, round(1000 * ttl_s)))
 
     async def close(self) -> None:
         await close(self._client)

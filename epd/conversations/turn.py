@@ -25,7 +25,7 @@ from pydantic import TypeAdapter
 from epd.api.body import parse_object
 from epd.api.items import Body
 from epd.errors import BadRequest
-from epd.transfer.nixl import kept_params
+from epd.transfer.nixl import engine_of, kept_params
 
 CHUNK = 32
 """Number of tokens between two digests: each token costs half a byte."""
@@ -93,6 +93,22 @@ MAX_ENTRY_BYTES = 1024**2
 """Maximum size of an entry: blocks and fingerprint of some 200,000 tokens."""
 
 
+class Basis(NamedTuple):
+    """Everything beside the tokens that the blocks of a turn depend on.
+
+    Attributes:
+        form: digest of fields of the request.
+        media: keys of the media items, in order.
+    """
+
+    form: str
+    media: tuple[str, ...]
+
+    def may_continue(self, earlier: "Basis") -> bool:
+        """Return whether blocks of an earlier turn may be usable."""
+        return self.form == earlier.form and self.media[: len(earlier.media)] == earlier.media
+
+
 @dataclass(frozen=True, slots=True)
 class HeldBlocks:
     """KV blocks that a decode instance holds for a limited time.
@@ -100,16 +116,17 @@ class HeldBlocks:
     Attributes:
         params: `kv_transfer_params` of decode, by which prefill reads them.
         tokens: fingerprint of the tokens in the blocks.
-        media: keys of the media items among them, in order.
-        form: digest of all other fields that the blocks depend on.
-        engine: id of the engine that holds them; it changes with a restart.
+        basis: all else that the blocks depend on.
     """
 
     params: dict[str, Any]
     tokens: Fingerprint
-    media: tuple[str, ...]
-    form: str
-    engine: str
+    basis: Basis
+
+    @property
+    def engine(self) -> str:
+        """Id of the engine that holds them; it changes with a restart."""
+        return engine_of(self.params)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,22 +213,6 @@ class ReplyCapture:
         return events[: found.end()] + b"null" + rest[end:].encode("utf-8", "surrogateescape")
 
 
-class Basis(NamedTuple):
-    """Everything beside the tokens that the blocks of a turn depend on.
-
-    Attributes:
-        form: digest of fields of the request.
-        media: keys of the media items, in order.
-    """
-
-    form: str
-    media: tuple[str, ...]
-
-    def may_continue(self, held: HeldBlocks) -> bool:
-        """Return whether blocks of an earlier turn may be usable."""
-        return self.form == held.form and self.media[: len(held.media)] == held.media
-
-
 @dataclass(slots=True, eq=False)
 class Turn:
     """The turn of a request in a conversation.
@@ -220,6 +221,7 @@ class Turn:
         key: key of the conversation.
         begun: whether the previous turn has been looked up.
         before: entry of the previous turn; None without one.
+        blocks: blocks of the previous turn, until a prefill instance may read them.
         prefill: URL of the prefill instance of this turn.
         decode: URL of the decode instance of this turn.
         basis: dependencies of its blocks; None if they cannot be reused.
@@ -229,11 +231,11 @@ class Turn:
     key: str
     begun: bool = False
     before: ConversationEntry | None = None
+    blocks: HeldBlocks | None = None
     prefill: str | None = None
     decode: str | None = None
     basis: Basis | None = None
     heard: ReplyCapture | None = None
-    _held: HeldBlocks | None = field(default=None, init=False)
 
     @property
     def prefers_prefill(self) -> str | None:
@@ -244,23 +246,6 @@ class Turn:
     def prefers_decode(self) -> str | None:
         """URL of the previous turn's decode instance."""
         return None if self.before is None else self.before.decode
-
-    def follow_entry(self, before: ConversationEntry) -> None:
-        """Continue with the entry of the previous turn."""
-        self.before, self._held = before, before.held
-
-    def take_blocks(self) -> HeldBlocks | None:
-        """Return the blocks of the previous turn; only the first call returns them."""
-        held, self._held = self._held, None
-        return held
-
-    def set_basis(self, basis: Basis | None) -> None:
-        """Set the dependencies of the blocks; None if they cannot be reused."""
-        self.basis = basis
-
-    def set_instances(self, decode: str, prefill: str | None) -> None:
-        """Set the URLs of the instances that serve this turn."""
-        self.decode, self.prefill = decode, prefill
 
     def with_tokens(self, body: Body) -> Body:
         """Return the decode request, which asks for the tokens if they are needed."""

@@ -1,7 +1,6 @@
 """Addresses of the KV events of instances. No I/O."""
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from epd.routing.instances import CONSUMERS, Instance
@@ -13,18 +12,11 @@ DEFAULT_EVENTS_AT = "tcp://*:5557"
 MAX_PORT = 65535
 
 
-class EventSource(NamedTuple):
-    """Endpoints of one engine: publisher of the events, and server of past ones; empty for none."""
-
-    endpoint: str
-    replay: str = ""
-
-
-def event_sources(instance: Instance, addresses: Sequence[str]) -> Iterator[EventSource]:
-    """Yield the endpoints of each of an instance's engines.
+def event_endpoints(instance: Instance, addresses: Sequence[str]) -> Iterator[str]:
+    """Yield the endpoint of each of an instance's engines.
 
     The addresses are of instances, as of `named_events_address`. vLLM adds the number of a
-    data-parallel rank to the ports.
+    data-parallel rank to the port.
     """
     if instance.dp_size > 1 and instance.role not in CONSUMERS:
         return  # it chooses the rank itself: which engine has a prompt is not known
@@ -32,15 +24,11 @@ def event_sources(instance: Instance, addresses: Sequence[str]) -> Iterator[Even
     address = instance.kv_events or named.get(instance.url) or named.get("", DEFAULT_EVENTS_AT)
     found = EVENTS_AT.fullmatch(address)
     if found is None:
-        yield EventSource(address)
+        yield address
         return
-    host, port, replay = found.groups()
+    host, port = found[1], int(found[2])
     if host == "*":
         host = urlsplit(instance.url).hostname or ""
         host = f"[{host}]" if ":" in host else host
-    last = MAX_PORT - max(int(port), int(replay or 0))
-    for rank in range(min(instance.dp_size, last + 1)):
-        yield EventSource(
-            f"tcp://{host}:{int(port) + rank}",
-            f"tcp://{host}:{int(replay) + rank}" if replay else "",
-        )
+    for rank_port in range(port, min(port + instance.dp_size, MAX_PORT + 1)):
+        yield f"tcp://{host}:{rank_port}"

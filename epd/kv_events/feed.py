@@ -7,7 +7,7 @@ This module needs the extra `kv-events`.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -28,8 +28,8 @@ MAX_CHANGES = 4 * MAX_LINKS
 EMPTIED = frozenset({"cleared", "restarted"})
 """Reasons after which an engine has none of its earlier blocks."""
 
-END = b"\xff" * 8
-"""Sequence number of the last message of a replay."""
+NUMBER_BYTES = 8
+"""Size of a sequence number."""
 
 HASH = 2**64 - 1
 
@@ -69,9 +69,6 @@ class EventBatch(msgspec.Struct, array_like=True, gc=False):
 
 _DECODER = msgspec.msgpack.Decoder(EventBatch)
 
-Replay = Callable[[int], Iterable[tuple[int, bytes]]]
-"""Returns the batches from a sequence number on that the engine still has."""
-
 
 class FeedReport(NamedTuple):
     """News of one engine for the event loop.
@@ -87,15 +84,10 @@ class FeedReport(NamedTuple):
     counts: Mapping[str, int]
 
 
-class ReplayEndless(Exception):
-    """An engine did not end its replay in time."""
-
-
 class EventFeed:
     """Events of one engine, in their order. Belongs to one thread."""
 
-    def __init__(self, replay: Replay = lambda _: (), max_changes: int = MAX_CHANGES) -> None:
-        self._replay = replay
+    def __init__(self, max_changes: int = MAX_CHANGES) -> None:
         self._max_changes = max_changes
         self._blocks = BlockMap()
         self._last = -1
@@ -105,15 +97,15 @@ class EventFeed:
         self._counts: Counter[str] = Counter()
 
     def receive(self, frames: Sequence[bytes]) -> None:
-        """Handle a message. A malformed one is a fault."""
-        if len(frames) != 3 or len(frames[1]) != len(END):  # noqa: PLR2004 - topic, number, batch
+        """Handle a message: topic, number and batch. A malformed one is a fault."""
+        if len(frames) != 3 or len(frames[1]) != NUMBER_BYTES:  # noqa: PLR2004
             self.record_fault("malformed")
             return
         number = int.from_bytes(frames[1], "big")
         if number <= self._last:
             self.record_fault("restarted")
-        if number != self._next:
-            self._catch_up(self._next, number)
+        elif self._next is not None and number != self._next:
+            self.record_fault("gap")
         self._last, self._next = number, number + 1
         self._apply_batch(frames[2])
         if self._blocks.change_count > self._max_changes:  # the event loop takes no reports
@@ -135,27 +127,6 @@ class EventFeed:
         report = FeedReport(self._fault, changes, self._counts)
         self._fault, self._counts = "", Counter()
         return report
-
-    def _catch_up(self, first: int | None, until: int) -> None:
-        """Read the missing batches again, as far as the engine still has them.
-
-        Without a first one there is nothing to lose: the subscription is new, or broken already.
-        """
-        expected = first or 0
-        try:
-            for number, batch in self._replay(expected) if until else ():
-                if number >= until:
-                    break
-                if number != expected and first is not None:
-                    self.record_fault("gap")
-                    first = None
-                self._apply_batch(batch)
-                expected = number + 1
-        except ReplayEndless:
-            self.record_fault("replay")
-            return
-        if expected != until and first is not None:
-            self.record_fault("gap")
 
     def _apply_batch(self, batch: bytes) -> None:
         try:

@@ -5,16 +5,15 @@ This module needs the extra `kv-events`.
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 
 from epd.aio import Background
 from epd.config.sections import ConfigFields
-from epd.kv_events.addresses import EventSource, event_sources
+from epd.kv_events.addresses import event_endpoints
 from epd.kv_events.feed import EMPTIED, FeedReport
-from epd.kv_events.reader import EventReader, FeedKey, Subscription
+from epd.kv_events.reader import EventReader, FeedKey, Reports
 from epd.routing.instances import Instance, Role
-from epd.routing.prefix import PrefixCache
 from epd.routing.table import InstanceTable
 from epd.state_log import StateLog
 
@@ -45,70 +44,55 @@ class KVEvents:
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
-        reader = EventReader(
-            lambda reports: loop.call_soon_threadsafe(self._record_reports, reports)
-        )
+
+        def record(reports: Reports) -> None:
+            reader.taken.set()
+            for key, report in reports:
+                self._record_report(key, report)
+
+        reader = EventReader(lambda reports: loop.call_soon_threadsafe(record, reports))
         reader.start()
         try:
             while reader.is_alive():
-                reader.follow_engines(self._sources())
+                reader.endpoints = self._endpoints()
                 await asyncio.sleep(TICK_S)
             raise RuntimeError("the thread that reads KV events has ended")
         finally:
-            reader.stop_reading()
-            self._estimate_caches(self._instances.values())
+            reader.stopped.set()
+            for candidate in self._table.all(*self._config.content_roles):
+                for cache in candidate.load.caches:
+                    cache.estimate_reported()
             # Bounded: the interpreter waits for the thread of this call when it exits.
             await asyncio.to_thread(reader.join, STOP_S)
 
-    def _sources(self) -> dict[FeedKey, EventSource]:
+    def _endpoints(self) -> dict[FeedKey, str]:
         config = self._config
-        instances = {
+        self._instances = {
             instance.key: instance for instance in self._table.of_roles(*config.content_roles)
         }
-        self._estimate_caches(
-            instance for key, instance in self._instances.items() if key not in instances
-        )
-        self._instances = instances
-        self._counts = {key: self._counts.get(key, Counter()) for key in instances}
-        sources = {
-            (key, rank): source
-            for key, instance in instances.items()
-            for rank, source in enumerate(event_sources(instance, config.kv_events_addrs))
+        self._counts = {key: self._counts.get(key, Counter()) for key in self._instances}
+        endpoints = {
+            (key, rank): endpoint
+            for key, instance in self._instances.items()
+            for rank, endpoint in enumerate(event_endpoints(instance, config.kv_events_addrs))
         }
-        self._logs = {key: log for key, log in self._logs.items() if key in sources}
-        return sources
+        self._logs = {key: log for key, log in self._logs.items() if key in endpoints}
+        return endpoints
 
-    def _estimate_caches(self, instances: Iterable[Instance]) -> None:
-        """Estimate the caches of instances that are not followed any more."""
-        for instance in instances:
-            with suppress(KeyError):  # it has been removed
-                for cache in self._table.load(instance).caches:
-                    cache.estimate_reported()
-
-    def _cache(self, key: FeedKey) -> PrefixCache | None:
-        """Return the cache of an engine; None if its instance has been removed."""
-        instance, rank = self._instances.get(key[0]), key[1]
+    def _record_report(self, key: FeedKey, report: FeedReport) -> None:
+        instance, rank = key
         try:
-            return None if instance is None else self._table.load(instance).cache_of(rank)
-        except KeyError:
-            return None
-
-    def _record_reports(self, reports: Sequence[tuple[Subscription, FeedReport]]) -> None:
-        """Record the news of engines. Runs on the event loop."""
-        for subscription, report in reports:
-            subscription.pending = False
-            if (cache := self._cache(subscription.key)) is not None:
-                self._record_report(subscription.key, cache, report)
-
-    def _record_report(self, key: FeedKey, cache: PrefixCache, report: FeedReport) -> None:
-        self._counts[key[0]].update(report.counts)
+            cache = self._table.load(self._instances[instance]).cache_of(rank)
+        except KeyError:  # the instance has been removed
+            return
+        self._counts[instance].update(report.counts)
         log = self._logs.get(key)
         if log is None:
             log = self._logs[key] = StateLog(
                 "the KV events of an engine cannot be followed",
                 "its prefix cache is estimated",
-                instance=key[0][1],
-                rank=str(key[1]),
+                instance=instance[1],
+                rank=str(rank),
             )
         if report.fault in EMPTIED:
             cache.clear()

@@ -7,13 +7,12 @@ This module needs the extra `kv-events`.
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from epd.kv_events.addresses import EventSource
-from epd.kv_events.feed import END, EventFeed, FeedReport, ReplayEndless
+from epd.kv_events.feed import EventFeed, FeedReport
 from epd.routing.instances import Role
 
 MAX_MESSAGE_BYTES = 32 * 1024**2
@@ -32,44 +31,21 @@ POLL_MS = 100
 PAUSE_S = 0.01
 """Pause of the thread between two rounds, so that it reads several messages in each."""
 
-REPLAY_S = 5.0
-"""Upper bound of the time of a replay, in seconds. The events of the other engines wait for it."""
-
-NO_REPLAY_S = 60.0
-"""Time for which an engine is not asked again after a replay that did not end, in seconds."""
-
-MAX_REPLAYED = 1_000
-"""Upper bound of the unread messages of a replay. The engine waits before it sends more."""
-
 HEARTBEAT_MS, SILENT_MS = 5_000, 15_000
 """Interval of ZeroMQ's heartbeats, and the time after which a silent connection is closed."""
 
 FeedKey = tuple[tuple[Role, str], int]
 """Key of an instance, and the number of its data-parallel rank."""
 
-Deliver = Callable[[Sequence[tuple["Subscription", FeedReport]]], object]
+Reports = Sequence[tuple[FeedKey, FeedReport]]
 
 
 class Subscription:
-    """Connection to one engine. Belongs to the thread.
+    """Connection to one engine. Belongs to the thread."""
 
-    `pending` is True while a report is on its way to the event loop, which sets it to False.
-    """
-
-    def __init__(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        key: FeedKey,
-        source: EventSource,
-        stopped: threading.Event,
-    ) -> None:
-        self.key = key
-        self.source = source
-        self.pending = False
-        self.feed = EventFeed(self._replay)
-        self._context = context
-        self._stopped = stopped
-        self._replay_from_s = 0.0
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
+        self.endpoint = endpoint
+        self.feed = EventFeed()
         self.socket = context.socket(zmq.SUB)
         self.socket.set(zmq.IPV6, 1)
         self.socket.set(zmq.LINGER, 0)
@@ -81,7 +57,7 @@ class Subscription:
         self.socket.subscribe(b"")
         self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         try:
-            self.socket.connect(source.endpoint)
+            self.socket.connect(endpoint)
         except zmq.ZMQError:  # no address for ZeroMQ; the other engines are followed
             self.feed.record_fault("disconnected")
 
@@ -97,39 +73,6 @@ class Subscription:
                 return
             self.feed.receive(frames)
 
-    def _replay(self, first: int) -> Iterator[tuple[int, bytes]]:
-        """Ask the engine for its batches from a number on; it answers to a `ROUTER` socket.
-
-        Raises:
-            ReplayEndless: it did not end in time, now or just before, or the thread is stopped.
-        """
-        if not self.source.replay:
-            return
-        now_s = time.monotonic()
-        if now_s < self._replay_from_s:
-            raise ReplayEndless
-        until_s = now_s + REPLAY_S
-        with self._context.socket(zmq.DEALER) as socket:
-            socket.set(zmq.IPV6, 1)
-            socket.set(zmq.LINGER, 0)
-            socket.set(zmq.RCVHWM, MAX_REPLAYED)
-            socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-            try:
-                socket.connect(self.source.replay)
-            except zmq.ZMQError:  # no address for ZeroMQ
-                return
-            socket.send_multipart([b"", first.to_bytes(8, "big")])
-            while time.monotonic() < until_s and not self._stopped.is_set():
-                if not socket.poll(POLL_MS):
-                    continue
-                match socket.recv_multipart():
-                    case [b"", _, number, batch] if number != END:
-                        yield int.from_bytes(number, "big"), batch
-                    case _:
-                        return
-        self._replay_from_s = time.monotonic() + NO_REPLAY_S
-        raise ReplayEndless
-
     def close_sockets(self) -> None:
         self.socket.disable_monitor()
         self.monitor.close(0)
@@ -137,44 +80,44 @@ class Subscription:
 
 
 class EventReader(threading.Thread):
-    """Thread that reads the events of all engines.
+    """Thread that reads the events of all engines, and calls `deliver` with reports.
 
-    It calls `deliver` with reports. `Subscription.pending` must be set to False after each.
+    Attributes:
+        endpoints: the engines to follow; another thread may replace the mapping.
+        taken: clear while reports are on their way; to be set by the receiver.
+        stopped: ends the thread.
     """
 
-    def __init__(self, deliver: Deliver) -> None:
+    def __init__(self, deliver: Callable[[Reports], object]) -> None:
         super().__init__(name="kv-events", daemon=True)
         self._deliver = deliver
-        self._sources: Mapping[FeedKey, EventSource] = {}
-        self._stopped = threading.Event()
-
-    def follow_engines(self, sources: Mapping[FeedKey, EventSource]) -> None:
-        """Subscribe to these engines only."""
-        self._sources = sources
-
-    def stop_reading(self) -> None:
-        self._stopped.set()
+        self.endpoints: Mapping[FeedKey, str] = {}
+        self.taken = threading.Event()
+        self.taken.set()
+        self.stopped = threading.Event()
 
     def run(self) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         subscribed: dict[FeedKey, Subscription] = {}
+        ended: list[FeedKey] = []
         poller = zmq.Poller()
         try:
-            while not self._stopped.is_set():
-                reports = self._subscribe(context, poller, subscribed)
+            while not self.stopped.is_set():
+                ended += self._subscribe(context, poller, subscribed)
                 ready = dict(poller.poll(POLL_MS))
                 for subscription in subscribed.values():
                     if subscription.socket in ready or subscription.monitor in ready:
                         subscription.read_messages()
-                    if (
-                        not subscription.pending
-                        and (report := subscription.feed.take_report()) is not None
-                    ):
-                        subscription.pending = True
-                        reports.append((subscription, report))
-                if reports:
-                    self._deliver(reports)
+                if self.taken.is_set():
+                    reports = [(key, FeedReport("unsubscribed", {}, {})) for key in ended]
+                    ended = []
+                    for key, subscription in subscribed.items():
+                        if (report := subscription.feed.take_report()) is not None:
+                            reports.append((key, report))
+                    if reports:
+                        self.taken.clear()
+                        self._deliver(reports)
                 time.sleep(PAUSE_S)
         finally:
             for subscription in subscribed.values():
@@ -186,18 +129,18 @@ class EventReader(threading.Thread):
         context: zmq.Context[zmq.Socket[bytes]],
         poller: zmq.Poller,
         subscribed: dict[FeedKey, Subscription],
-    ) -> list[tuple[Subscription, FeedReport]]:
-        """Change the subscriptions to the current ones. Return a report for each that ends."""
-        sources, ended = self._sources, []
+    ) -> list[FeedKey]:
+        """Change the subscriptions to the current ones. Return the keys of those that ended."""
+        endpoints, ended = self.endpoints, []
         for key, subscription in list(subscribed.items()):
-            if sources.get(key) != subscription.source:
+            if endpoints.get(key) != subscription.endpoint:
                 del subscribed[key]
                 poller.unregister(subscription.socket)
                 poller.unregister(subscription.monitor)
                 subscription.close_sockets()
-                ended.append((subscription, FeedReport("unsubscribed", {}, {})))
-        for key in sources.keys() - subscribed.keys():
-            subscribed[key] = subscription = Subscription(context, key, sources[key], self._stopped)
+                ended.append(key)
+        for key in endpoints.keys() - subscribed.keys():
+            subscribed[key] = subscription = Subscription(context, endpoints[key])
             poller.register(subscription.socket, zmq.POLLIN)
             poller.register(subscription.monitor, zmq.POLLIN)
         return ended

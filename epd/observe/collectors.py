@@ -84,7 +84,7 @@ def _per_healthy(
 
 
 EVENTS = ("stored", "removed", "cleared")
-FAULTS = ("disconnected", "gap", "malformed", "replay", "restarted")
+FAULTS = ("disconnected", "gap", "malformed", "restarted")
 
 
 def kv_event_metrics(table: InstanceTable, event_counts: EventCounts) -> Iterator[Metric]:
@@ -132,9 +132,9 @@ def quarantine_metrics(fatal: FatalRequests) -> Iterator[Metric]:
 
 def conversation_metrics(conversations: Conversations) -> Iterator[Metric]:
     """Yield the results of turns, and the stored conversations except those in Redis."""
-    kept, results = conversations.entry_count, conversations.results
+    kept, results = conversations.store.entry_count, conversations.results
     yield metric_defs.CONVERSATIONS.metric_family([] if kept is None else [((), kept)])
     yield metric_defs.CONVERSATION_TURNS.metric_family(
         [((result,), results[result]) for result in RESULTS]
     )
-    yield metric_defs.CONVERSATIONS_EVICTED.metric_family([((), conversations.dropped_count)])
+    yield metric_defs.CONVERSATIONS_EVICTED.metric_family([((), conversations.store.dropped_count)])

@@ -288,8 +288,7 @@ KV_EVENTS = _counter(
 KV_EVENT_FAULTS = _counter(
     "epd_kv_event_faults",
     "Faults of an instance's KV events, after which its prefix cache is estimated. Label reason: "
-    "disconnected, gap (events were lost), malformed, replay (the engine's replay did not end) or "
-    "restarted (the engine is new).",
+    "disconnected, gap (events were lost), malformed or restarted (the engine is new).",
     ("role", "instance", "reason"),
 )
 IN_FLIGHT = _gauge("epd_requests_in_flight", "Requests that are being processed.")

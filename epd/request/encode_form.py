@@ -2,7 +2,6 @@
 
 import asyncio
 from http import HTTPStatus
-from typing import NamedTuple
 
 from ec_store.bounded import BoundedDict
 from epd.api.chat import OPTIONAL, has_system_message, with_system_message
@@ -20,67 +19,56 @@ SYSTEM_MESSAGE = ""
 """Name that stands for a missing system message; no model has it."""
 
 
-class Refusals:
-    """Models that encode instances do not know, and instances that need a system message."""
+class EncodeForms:
+    """Forms in which instances accept encode requests.
 
-    def __init__(self) -> None:
-        self._until_s: BoundedDict[tuple[str, str], float] = BoundedDict(MAX_REFUSALS)
-
-    def is_recent(self, instance: Instance, refused: str) -> bool:
-        """Return whether an instance has refused this model, or a missing `SYSTEM_MESSAGE`."""
-        now_s = asyncio.get_running_loop().time()
-        return now_s < self._until_s.get((instance.url, refused), 0.0)
-
-    def add(self, instance: Instance, refused: str) -> None:
-        """Remember a refusal, as `is_recent` describes it."""
-        until_s = asyncio.get_running_loop().time() + LEARNED_S
-        self._until_s[instance.url, refused] = until_s
-
-
-class EncodeForm(NamedTuple):
-    """Form of the encode requests of one client's request at an instance.
-
-    Attributes:
-        refusals: refusals of earlier requests.
-        instance: the instance.
-        system: whether the client's request has a system message.
+    An instance may not know a model: it may be an adapter, and an encode instance has no language
+    model, and so loads none. Or its template may need a system message.
     """
 
-    refusals: Refusals
-    instance: Instance
-    system: bool
+    def __init__(self) -> None:
+        self._refused_until_s: BoundedDict[tuple[str, str], float] = BoundedDict(MAX_REFUSALS)
 
-    def first(self, request: Body) -> Body:
+    def first_form(self, instance: Instance, body: Body, *, system: bool) -> Body:
         """Return an encode request in the form that the instance probably accepts.
 
-        The model may be an adapter. An encode instance has no language model, and so loads none.
+        `system` is whether the client's request has a system message.
         """
-        if self.system and self.refusals.is_recent(self.instance, SYSTEM_MESSAGE):
-            request = with_system_message(request)
-        known = not self.refusals.is_recent(self.instance, _model(request))
-        return request if known else _without(request, "model")
+        if system and self._has_refused(instance, SYSTEM_MESSAGE):
+            body = with_system_message(body)
+        return _without(body, "model") if self._has_refused(instance, _model(body)) else body
 
-    def after(self, request: Body, status: int) -> Body | None:
+    def next_form(
+        self, instance: Instance, body: Body, status: int, *, system: bool
+    ) -> Body | None:
         """Return a refused encode request in another form; None if there is none."""
         field = OPTIONAL.get(status)
-        if field is not None and request.get(field):
+        if field is not None and body.get(field):
             if field == "model":
-                self.refusals.add(self.instance, _model(request))
-            return _without(request, field)
-        may_lack_system = self.system and status == HTTPStatus.BAD_REQUEST
-        if may_lack_system and not has_system_message(request):
-            return with_system_message(request)
+                self._learn_refusal(instance, _model(body))
+            return _without(body, field)
+        may_lack_system = system and status == HTTPStatus.BAD_REQUEST
+        if may_lack_system and not has_system_message(body):
+            return with_system_message(body)
         return None
 
-    def record_success(self, request: Body) -> None:
+    def record_success(self, instance: Instance, body: Body) -> None:
         """Remember the form of an accepted request."""
-        if has_system_message(request):
-            self.refusals.add(self.instance, SYSTEM_MESSAGE)
+        if has_system_message(body):
+            self._learn_refusal(instance, SYSTEM_MESSAGE)
+
+    def _has_refused(self, instance: Instance, refused: str) -> bool:
+        """Return whether an instance has refused this model, or a missing `SYSTEM_MESSAGE`."""
+        now_s = asyncio.get_running_loop().time()
+        return now_s < self._refused_until_s.get((instance.url, refused), 0.0)
+
+    def _learn_refusal(self, instance: Instance, refused: str) -> None:
+        until_s = asyncio.get_running_loop().time() + LEARNED_S
+        self._refused_until_s[instance.url, refused] = until_s
 
 
-def _model(request: Body) -> str:
-    """Return the name of a request's model, of limited length."""
-    return str(request.get("model"))[:MAX_LENGTH]
+def _model(body: Body) -> str:
+    return str(body.get("model"))[:MAX_LENGTH]
 
 
 def _without(body: Body, field: str) -> Body:

@@ -2,7 +2,6 @@
 
 import time
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from epd.aio import Flights
 from epd.config.sections.limits import LimitSettings
@@ -21,11 +20,6 @@ Member = tuple[Instance, int | None]
 """Prefill instance, and its data-parallel rank if the proxy names one."""
 
 
-class _KnownPeer(NamedTuple):
-    peer: Params
-    until_s: float
-
-
 @dataclass(slots=True, eq=False)
 class PeerRegistry:
     """KV connector facts of instances, kept for `KNOWN_S` and dropped after a failure.
@@ -37,7 +31,7 @@ class PeerRegistry:
     _transfer: KVTransfer
     _upstream: Upstream
     _config: LimitSettings
-    _known: dict[Member, _KnownPeer] = field(default_factory=dict)
+    _known: dict[Member, tuple[Params, float]] = field(default_factory=dict)
     _flights: Flights[Member, Params] = field(default_factory=Flights)
 
     async def params_for(self, handover: Handover) -> Params | None:
@@ -50,9 +44,9 @@ class PeerRegistry:
             ProxyError: the connector did not answer the query.
         """
         member = handover.prefill, handover.prefill_rank
-        known = self._known.get(member)
-        if known is not None and time.monotonic() < known.until_s:
-            return known.peer
+        known, until_s = self._known.get(member, (None, 0.0))
+        if time.monotonic() < until_s:
+            return known
         if (url := self._transfer.peer_url(handover.prefill)) is None:
             return None
         return await self._flights.join(member, lambda: self._ask(member, url))
@@ -84,7 +78,5 @@ class PeerRegistry:
     def _remember(self, member: Member, peer: Params) -> None:
         now_s = time.monotonic()
         if member not in self._known:  # drop expired entries of instances that left
-            self._known = {
-                rank: known for rank, known in self._known.items() if now_s < known.until_s
-            }
-        self._known[member] = _KnownPeer(peer, now_s + KNOWN_S)
+            self._known = {rank: known for rank, known in self._known.items() if now_s < known[1]}
+        self._known[member] = peer, now_s + KNOWN_S

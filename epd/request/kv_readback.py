@@ -4,11 +4,9 @@ After a failed read-back, the prefill instance skips that engine for a cooldown.
 """
 
 import math
-import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import structlog
 
@@ -37,62 +35,30 @@ MOST = 1024
 """Upper bound of the remembered instances and pairs."""
 
 
-class Cooldown(NamedTuple):
-    """Cooldown that has just begun: its length, and the engine to skip; None for all engines."""
-
-    rest_s: float
-    engine: str | None
-
-
 class Cooldowns:
     """Cooldowns, by the URL of a prefill instance and the id of a decode engine.
 
     A prefill instance without `bidirectional_kv_xfer` waits for the blocks of any engine until its
-    request ends. For an instance that has read blocks before, a timeout is attributed to the
-    engine.
+    request ends. So after a timeout, it reads the blocks of none.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._until_s: BoundedDict[tuple[str, str | None], float] = BoundedDict(MOST)
-        self._able: BoundedDict[str, None] = BoundedDict(MOST)
 
     def may_read(self, prefill: str, engine: str) -> bool:
         """Return whether a prefill instance may read an engine's blocks."""
         now_s, until_s = self._clock(), self._until_s
         return all(until_s.get((prefill, source), -math.inf) <= now_s for source in (engine, None))
 
-    def read(self, prefill: str) -> None:
-        """Record an answer of an instance that was asked to read blocks."""
-        self._able[prefill] = None
-
-    def record_failure(self, prefill: str, engine: str, *, hung: bool) -> Cooldown | None:
-        """Record that an instance failed to read an engine's blocks, or `hung` until its timeout.
-
-        Return the new cooldown; None if one has begun already, as after concurrent failures.
-        """
-        now_s = self._clock()
-        until_s = max(self._until_s.get((prefill, source), now_s) for source in (engine, None))
-        if until_s > now_s + (REST_S if hung else 0):
-            return None
-        rest = Cooldown(REST_S, engine)
-        if hung:
-            rest = Cooldown(HUNG_S, engine if prefill in self._able else None)
-            self._able.pop(prefill, None)
-        self._until_s[prefill, rest.engine] = now_s + rest.rest_s
-        return rest
+    def begin(self, prefill: str, engine: str, *, hung: bool) -> None:
+        """Begin the cooldown after a failed read of an engine's blocks, or one that `hung`."""
+        rest_s, source = (HUNG_S, None) if hung else (REST_S, engine)
+        self._until_s[prefill, source] = self._clock() + rest_s
 
 
 LEAST = 64
 """Shared prefix in tokens below which prefill recomputes (vLLM's `kv_recompute_threshold`)."""
-
-MAX_ENGINES = 1024
-"""Upper bound of the remembered block sizes of engines."""
-
-BLOCK_SIZE = re.compile(
-    rb'^vllm:cache_config_info\{[^}]*\bblock_size="([1-9][0-9]{0,5})"', re.MULTILINE
-)
-"""Block size in an instance's `/metrics`, in tokens."""
 
 logger = structlog.get_logger("epd")
 
@@ -110,7 +76,6 @@ class Readbacks:
     _transfer: KVTransfer
     _conversations: Conversations
     _rests: Cooldowns = field(default_factory=Cooldowns)
-    _block_tokens: BoundedDict[str, int] = field(default_factory=lambda: BoundedDict(MAX_ENGINES))
 
     async def begin_turn(self, turn: Turn) -> None:
         """Look up the previous turn, right before the choice of the instance that continues it.
@@ -131,17 +96,16 @@ class Readbacks:
         """
         if not self._transfer.bidirectional:
             return None
-        blocks = turn.take_blocks()
+        blocks, turn.blocks = turn.blocks, None
         question = prompt_of(prompt.body, request.endpoint.tokenized)
-        basis = None if question is None else _basis(question, prompt.encoded_items)
-        turn.set_basis(basis)
+        turn.basis = None if question is None else _basis(question, prompt.encoded_items)
         if blocks is None:
             return None
         if not self._rests.may_read(prefill.url, blocks.engine):
             self._conversations.results["rested"] += 1
             return None
         params = None
-        if question is not None and basis is not None and basis.may_continue(blocks):
+        if question is not None and turn.basis and turn.basis.may_continue(blocks.basis):
             params = await self._params(blocks, question, turn, prefill, request)
         if params is None:
             self._conversations.results["changed"] += 1
@@ -149,15 +113,22 @@ class Readbacks:
 
     def record_result(self, handover: Handover, error: ProxyError | None = None) -> None:
         """Record the result of a prefill that was asked to read blocks."""
-        earlier = handover.earlier or {}
         self._conversations.results["hit" if error is None else "failed"] += 1
-        if error is None:
-            self._rests.read(handover.prefill.url)
-        elif error.worked:  # else it never tried to read them
-            hung = isinstance(error, UpstreamTimeout)
-            rest = self._rests.record_failure(handover.prefill.url, engine_of(earlier), hung=hung)
-            if rest is not None and hung:
-                _warn(handover.prefill, earlier, rest)
+        if error is None or not error.worked or handover.earlier is None:
+            return  # it has read them, or never tried to
+        prefill, engine = handover.prefill, engine_of(handover.earlier)
+        hung = isinstance(error, UpstreamTimeout)
+        if hung and self._rests.may_read(prefill.url, engine):
+            logger.warning(
+                "a prefill instance waited for KV blocks in vain and reads none for a while",
+                instance=prefill.url,
+                rest_s=HUNG_S,
+                next="give it bidirectional_kv_xfer in its --kv-transfer-config, and see that it "
+                "reaches the NIXL side channel at {remote_host}:{remote_port}".format_map(
+                    handover.earlier
+                ),
+            )
+        self._rests.begin(prefill.url, engine, hung=hung)
 
     async def _params(
         self,
@@ -172,44 +143,23 @@ class Readbacks:
             tokens = question.tokens or await self._stages.prompt_tokens(
                 prefill, question.question, request
             )
-            shared = self._conversations.shared_prefix_len(blocks, tokens)
+            shared = blocks.tokens.shared_prefix_len(tokens, self._conversations.token_key)
             if shared < LEAST:
                 return None
             if shared >= blocks.params["remote_num_tokens"]:
                 return blocks.params
-            size = await self._block_size(turn.prefers_decode, blocks.engine)
         except UpstreamDied:
             raise
         except (ProxyError, ValueError):
             return None
-        return None if size is None else shorten_params(blocks.params, shared, size)
+        size = self._block_tokens(turn.prefers_decode)
+        return shorten_params(blocks.params, shared, size) if size else None
 
-    async def _block_size(self, decode: str | None, engine: str) -> int | None:
-        """Return the tokens per block of a decode instance; None if its metrics do not state them.
-
-        Raises:
-            ProxyError: it did not answer.
-        """
-        known = self._block_tokens.get(engine)
-        if known is None and decode is not None:
-            found = BLOCK_SIZE.search(await self._stages.metrics(decode))
-            if found is not None:
-                known = self._block_tokens[engine] = int(found[1])
-        return known
-
-
-def _warn(prefill: Instance, earlier: Params, rest: Cooldown) -> None:
-    holder = "{remote_host}:{remote_port}".format_map(earlier)
-    whose = "any decode instance" if rest.engine is None else holder
-    logger.warning(
-        "a prefill instance waited for KV blocks in vain and reads none for a while",
-        instance=prefill.url,
-        of=whose,
-        rest_s=rest.rest_s,
-        next="give it bidirectional_kv_xfer in its --kv-transfer-config"
-        if rest.engine is None
-        else f"see that it reaches the NIXL side channel at {holder}",
-    )
+    def _block_tokens(self, decode: str | None) -> int:
+        """Return the tokens per block of a decode instance; 0 if it has not reported them."""
+        instance = None if decode is None else self._table.find_instance(decode, *ANSWERING)
+        report = None if instance is None else self._table.load(instance).report
+        return 0 if report is None else report.block_tokens
 
 
 def _basis(question: PromptQuestion, items: Sequence[EncodedItem]) -> Basis | None:

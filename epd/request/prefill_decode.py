@@ -1,12 +1,12 @@
 """Prefill and decode of one attempt, after its items are encoded."""
 
 import asyncio
-from collections.abc import Awaitable, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
-from epd.aio import StrictTaskGroup
+from epd.aio import end_tasks, errors_of
 from epd.api.usage import Usage
 from epd.conversations.turn import Turn
 from epd.errors import NoInstance, ProxyError, Stage, SuspectedFatal, UpstreamDied, slug_of
@@ -29,8 +29,6 @@ from epd.upstream import Reply
 
 if TYPE_CHECKING:
     from epd.spans import Span
-
-T = TypeVar("T")
 
 DIES_WITHIN_S = 1.0
 """Time after one instance's death in which the other instance of the request is watched, in
@@ -207,7 +205,8 @@ class PrefillDecodeStages:
         using.record_answer()
         request.doubts.settle(instance)
         if request.turn is not None:
-            request.turn.set_instances(instance.url, None if prefill is None else prefill.url)
+            request.turn.decode = instance.url
+            request.turn.prefill = None if prefill is None else prefill.url
         return DecodeAnswer(
             reply,
             span,
@@ -233,23 +232,16 @@ class PrefillDecodeStages:
             ProxyError: the first failure of the two.
         """
         handover.params = self._transfer.decode_params(handover, {})
-        halves = Halves()
-        with ExitStack() as stack:
-            try:
-                async with StrictTaskGroup() as group:
-                    prefill = self._prefill(request, attempt, prompt, handover)
-                    prefilling = group.create_task(halves.run("prefill", prefill))
-                    decoding = self.decode(request, attempt, prompt, decode, handover)
-                    opening = group.create_task(halves.run("decode", decoding))
-                    stack.callback(_close, opening)
-                    await asyncio.wait((prefilling, opening))
-            except ExceptionGroup as failed:
-                first = failed.exceptions[0]
-                of_prefill = isinstance(first, ProxyError) and first.stage == "prefill"
-                handover.prefilled = not of_prefill and _is_done(prefilling)
-                raise first from first.__cause__
-            stack.pop_all()
-        answer = opening.result()
+        prefilling = asyncio.create_task(self._prefill(request, attempt, prompt, handover))
+        decoding = asyncio.create_task(self.decode(request, attempt, prompt, decode, handover))
+        try:
+            await wait_both(prefilling, decoding)
+        except BaseException as error:
+            handover.prefilled = isinstance(error, ProxyError) and _has_result(prefilling)
+            if _has_result(decoding):  # the instance of an abandoned answer is not blamed
+                decoding.result().close(asyncio.CancelledError())
+            raise
+        answer = decoding.result()
         answer.usage = handover.usage
         return answer
 
@@ -332,37 +324,28 @@ def _may_lack_state(stage: Stage, attempt: Attempt, prompt: Prompt, *, loads_blo
     return (prompt.depends or loads_blocks) and stage not in attempt.failures
 
 
-class Halves:
-    """Prefill and decode of one attempt that hold its request at the same time.
+async def wait_both(prefilling: asyncio.Task[None], decoding: asyncio.Task[Any]) -> None:
+    """Wait for prefill and decode of one attempt. At a failure, end the other one.
 
     If one of them dies of the request, the other may die a moment later. Its death is counted only
     if its request is not cancelled before.
+
+    Raises:
+        ProxyError: a failure of one of them.
     """
-
-    def __init__(self) -> None:
-        self._ended = {"prefill": asyncio.Event(), "decode": asyncio.Event()}
-
-    async def run(self, half: Literal["prefill", "decode"], work: Awaitable[T]) -> T:
-        """Return the result of one half. Raise its death after the other half has ended too."""
-        try:
-            return await work
-        except (UpstreamDied, SuspectedFatal):
-            self._ended[half].set()
-            other = self._ended["decode" if half == "prefill" else "prefill"]
-            with suppress(TimeoutError):
-                async with asyncio.timeout(DIES_WITHIN_S):
-                    await other.wait()
-            raise
-        finally:
-            self._ended[half].set()
+    both = prefilling, decoding
+    try:
+        await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
+        if any(isinstance(error, UpstreamDied | SuspectedFatal) for error in errors_of(both)):
+            await asyncio.wait(both, timeout=DIES_WITHIN_S)
+        errors = errors_of(both)
+    finally:
+        await end_tasks(both)
+    if errors:
+        # After the second death, the request is not sent again.
+        final = max(errors, key=lambda error: isinstance(error, SuspectedFatal))
+        raise final from final.__cause__
 
 
-def _close(opening: asyncio.Task[DecodeAnswer]) -> None:
-    """Close an abandoned answer. Its instance is not blamed."""
-    if _is_done(opening):
-        opening.result().close(asyncio.CancelledError())
-
-
-def _is_done(task: asyncio.Task[Any]) -> bool:
-    """Return whether the task has a result."""
+def _has_result(task: asyncio.Task[Any]) -> bool:
     return task.done() and not task.cancelled() and task.exception() is None

@@ -6,7 +6,7 @@ docs/decisions/011-trying-again.md.
 
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from epd.errors import MediaFetchFailed, ProxyError, Stage, UpstreamTimeout, UpstreamUnreachable
 from epd.policies.plan import Course, Facts
@@ -99,12 +99,6 @@ class Attempt(NamedTuple):
     unnamed: bool = False
     without_prefill: bool = False
 
-    def for_fleet(self, *, has_prefill: bool, may_prefill_locally: bool) -> "Attempt":
-        """Return the attempt that this fleet can serve: without prefill, decode does its work."""
-        if self.course.prefill and may_prefill_locally and not has_prefill:
-            return self._replace(without_prefill=True)
-        return self
-
 
 NO_PROMPT = Prompt({})
 
@@ -186,33 +180,34 @@ class FailedAttempt(NamedTuple):
         )
 
 
-class Rule(NamedTuple):
-    """Row of the table for requests. `condition` and `follows` are its text in the document."""
+Failure = TypeVar("Failure")
+Next = TypeVar("Next")
+
+
+class Rule(NamedTuple, Generic[Failure, Next]):
+    """Row of a table. `condition` and `follows` are its text in the document."""
 
     condition: str
     follows: str
-    applies: Callable[[FailedAttempt], bool]
-    attempt: Callable[[FailedAttempt], Attempt]
+    applies: Callable[[Failure], bool]
+    next: Callable[[Failure], Next]
 
 
-def _read_back_failed(failure: FailedAttempt) -> bool:
-    return failure.failed_at("prefill") and failure.reads_back and failure.error.worked
+def _decide(rules: Sequence[Rule[Failure, Next]], failure: Failure) -> Next | None:
+    """Return what the first row that applies decides; None without such a row."""
+    rule = next((rule for rule in rules if rule.applies(failure)), None)
+    return None if rule is None else rule.next(failure)
 
 
 def _metadata_refused(failure: FailedAttempt) -> bool:
     attempt, encodings = failure.attempt, failure.encodings
     return (
         failure.error.answered == HTTPStatus.BAD_REQUEST
-        and failure.prompt.bare > 0
+        and len(failure.prompt.bare) > 0
         and not (attempt.raw or attempt.reencode)
         and encodings is not None
         and all(encoded_item.item.has_media for encoded_item in encodings.encoded_items)
     )
-
-
-def _entry_lost(failure: FailedAttempt) -> bool:
-    depends, attempt = failure.prompt.depends, failure.attempt
-    return failure.error.engine_failed and depends and not attempt.reencode
 
 
 def _media_lost(failure: FailedAttempt) -> bool:
@@ -236,23 +231,8 @@ def _prefill_again(failure: FailedAttempt) -> bool:
     return failure.failed_at("prefill") and few and not only and failure.can_repeat
 
 
-def _prefill_locally(failure: FailedAttempt) -> bool:
-    return failure.failed_at("prefill") and failure.may_prefill_locally and failure.error.retryable
-
-
 def _may_decode_again(failure: FailedAttempt) -> bool:
-    few = failure.failures.count("decode") < MAX_DECODES
-    return failure.failed_at("decode") and few
-
-
-def _blocks_lost(failure: FailedAttempt) -> bool:
-    # As with vLLM's `kv_load_failure_policy` "fail".
-    prefilled = failure.handover is not None
-    return _may_decode_again(failure) and failure.error.engine_failed and prefilled
-
-
-def _decode_again(failure: FailedAttempt) -> bool:
-    return _may_decode_again(failure) and failure.can_repeat
+    return failure.failed_at("decode") and failure.failures.count("decode") < MAX_DECODES
 
 
 def _doubtful_prefill_is_left(failure: FailedAttempt) -> bool:
@@ -296,11 +276,13 @@ def _without_doubt(failure: FailedAttempt) -> Attempt:
     return attempt._replace(avoided_prefills=prefills, avoided_decodes=decodes, doubtful=None)
 
 
-RULES = (
+RULES: Sequence[Rule[FailedAttempt, Attempt]] = (
     Rule(
         "prefill fails while it reads decode's blocks of the previous turn",
         "prefill computes them; the same instance may be chosen",
-        _read_back_failed,
+        lambda failure: (
+            failure.failed_at("prefill") and failure.reads_back and failure.error.worked
+        ),
         lambda failure: _not_counted(failure)._replace(
             avoided_prefills=failure.attempt.avoided_prefills,
             doubtful=failure.attempt.doubtful,
@@ -315,7 +297,9 @@ RULES = (
     Rule(
         "prefill or decode answers 500 to a request that names encoder outputs, the first time",
         "all items are encoded again, and their media are sent too",
-        _entry_lost,
+        lambda failure: (
+            failure.error.engine_failed and failure.prompt.depends and not failure.attempt.reencode
+        ),
         _encoded_again,
     ),
     Rule(
@@ -343,19 +327,26 @@ RULES = (
     Rule(
         "prefill fails otherwise, with `--on-prefill-failure local`",
         "decode prefills the request itself",
-        _prefill_locally,
+        lambda failure: (
+            failure.failed_at("prefill") and failure.may_prefill_locally and failure.error.retryable
+        ),
         lambda failure: failure.base_attempt._replace(without_prefill=True),
     ),
     Rule(
         f"decode answers 500 after a prefill, fewer than {MAX_DECODES} times",
         "prefill and decode again: the KV blocks may have been lost",
-        _blocks_lost,
+        # As with vLLM's `kv_load_failure_policy` "fail".
+        lambda failure: (
+            _may_decode_again(failure)
+            and failure.error.engine_failed
+            and failure.handover is not None
+        ),
         lambda failure: failure.base_attempt,
     ),
     Rule(
         f"decode fails, fewer than {MAX_DECODES} times, and one may succeed",
         "another decode instance, or the only one, but not after a timeout",
-        _decode_again,
+        lambda failure: _may_decode_again(failure) and failure.can_repeat,
         lambda failure: failure.base_attempt,
     ),
     Rule(
@@ -373,8 +364,7 @@ def next_attempt(failure: FailedAttempt) -> Attempt | None:
     """Return the attempt that follows a failure; None: the client gets the error."""
     if failure.error.stage not in {"prefill", "decode"}:
         return None
-    rule = next((rule for rule in RULES if rule.applies(failure)), None)
-    return None if rule is None else rule.attempt(failure)
+    return _decide(RULES, failure)
 
 
 class EncodeFailure(NamedTuple):
@@ -398,43 +388,32 @@ class EncodeFailure(NamedTuple):
     patience_s: float
 
 
-class EncodeRule(NamedTuple):
-    """Row of the table for items. `delay_s`: seconds until the next try, or None to stop."""
-
-    condition: str
-    follows: str
-    applies: Callable[[EncodeFailure], bool]
-    delay_s: Callable[[EncodeFailure], float | None]
-
-
-def _may_answer(failure: EncodeFailure) -> bool:
-    """Return whether an item may be sent to an instance after a 500."""
-    elsewhere = failure.others or not failure.falls_back
-    return elsewhere and failure.server_errors < MAX_500S
-
-
-ENCODE_RULES = (
-    EncodeRule(
+ENCODE_RULES: Sequence[Rule[EncodeFailure, float | None]] = (
+    Rule(
         "the instance could not fetch the item's URL",
         f"one more instance if the fetch failed within {FETCH_AGAIN_S:.0f} s, else the error",
         lambda failure: isinstance(failure.error, MediaFetchFailed),
         lambda failure: 0.0 if failure.tries == 1 and failure.elapsed_s < FETCH_AGAIN_S else None,
     ),
-    EncodeRule(
+    Rule(
         "the only instance died while it had the item",
         "the same instance once more with `--on-encode-failure fail`, else prefill or decode",
         lambda failure: failure.error.died and failure.error.retryable and not failure.others,
         # Prefill or decode encode the item next. If they may not, it may have been a reset.
         lambda failure: 0.0 if failure.tries == 1 and not failure.falls_back else None,
     ),
-    EncodeRule(
+    Rule(
         "an instance answered 500",
         "another instance, or with `--on-encode-failure fail` the only one; at most "
         f"{MAX_500S} tries end in a 500",
         lambda failure: failure.error.engine_failed,
-        lambda failure: 0.0 if _may_answer(failure) else None,
+        lambda failure: (
+            0.0
+            if (failure.others or not failure.falls_back) and failure.server_errors < MAX_500S
+            else None
+        ),
     ),
-    EncodeRule(
+    Rule(
         "any other failure after which an instance may succeed",
         "another instance; the only one after a failure, or after its `Retry-After`",
         lambda failure: failure.error.retryable,
@@ -443,11 +422,10 @@ ENCODE_RULES = (
         ),
     ),
 )
-"""Rows in order of precedence. At the end, prefill or decode encode the item (`--on-encode-failure
-local`)."""
+"""Rows in order of precedence, with the seconds until the next try, or None to stop. At the end,
+prefill or decode encode the item (`--on-encode-failure local`)."""
 
 
 def encode_delay_s(failure: EncodeFailure) -> float | None:
     """Return the delay before the next try of an item; None for no further try."""
-    rule = next((rule for rule in ENCODE_RULES if rule.applies(failure)), None)
-    return None if rule is None else rule.delay_s(failure)
+    return _decide(ENCODE_RULES, failure)

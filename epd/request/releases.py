@@ -4,13 +4,13 @@ They run in the background, and may end after the client's request.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Self
 
+from epd.aio import end_tasks
 from epd.api.items import Body
 from epd.errors import ProxyError
+from epd.request.decoders import Decoders
 from epd.request.recovery import Attempt
 from epd.request.request import Request
 from epd.request.stages import RELEASE_TIMEOUT_S, Stages
@@ -20,9 +20,6 @@ from epd.transfer import with_params
 from epd.transfer.encoded import Prompt
 from epd.transfer.kv import Handover, KVTransfer
 
-ChooseInstance = Callable[[Sequence[Instance], Request], Instance | None]
-"""Returns an untried decode instance, given the tried ones; None if there is none."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Releases:
@@ -31,29 +28,15 @@ class Releases:
     _stages: Stages
     _transfer: KVTransfer
     _fatal: FatalRequests
-    _choose_instance: ChooseInstance
+    _decoders: Decoders
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
-    @classmethod
-    @asynccontextmanager
-    async def run_releases(
-        cls,
-        stages: Stages,
-        transfer: KVTransfer,
-        fatal: FatalRequests,
-        choose_instance: ChooseInstance,
-    ) -> AsyncIterator[Self]:
-        """Wait at the exit for the releases in progress, at most `RELEASE_TIMEOUT_S`."""
-        releases = cls(stages, transfer, fatal, choose_instance)
-        try:
-            yield releases
-        finally:
-            tasks = [*releases._tasks]
-            if tasks:
-                await asyncio.wait(tasks, timeout=RELEASE_TIMEOUT_S)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+    async def aclose(self) -> None:
+        """Wait for the releases in progress, at most `RELEASE_TIMEOUT_S`."""
+        tasks = [*self._tasks]
+        if tasks:
+            await asyncio.wait(tasks, timeout=RELEASE_TIMEOUT_S)
+        await end_tasks(tasks)
 
     def release_unread(
         self,
@@ -72,7 +55,7 @@ class Releases:
         # The instance that received the request, or another one if that failed.
         instance = tried[-1] if tried else None
         if isinstance(error, ProxyError) or instance is None:
-            instance = self._choose_instance(tried, request) or instance
+            instance = self._decoders.choose_release_instance(tried, request) or instance
         if instance is not None:
             body = with_params(prompt.body, handover.params)
             task = asyncio.create_task(self._release(instance, body, request))

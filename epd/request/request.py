@@ -44,11 +44,6 @@ def request_id(client_id: str | None) -> str:
     return _hex(16) if client_id is None else f"{client_id}-{_hex(4)}"
 
 
-def child_id(parent: str, number: int) -> str:
-    """Return the id of a numbered request on behalf of another."""
-    return f"{parent}:{number}:{_hex(3)}"
-
-
 def _hex(size_bytes: int) -> str:
     return f"{_NUMBERS.getrandbits(8 * size_bytes):0{2 * size_bytes}x}"
 
@@ -131,7 +126,7 @@ class Request:
 
     def child_id(self) -> str:
         """Return an id for a request that the proxy makes on behalf of this one."""
-        return child_id(self.id, next(self._children))
+        return f"{self.id}:{next(self._children)}:{_hex(3)}"
 
     def headers_for(
         self,

@@ -1,7 +1,7 @@
 """Media of a request: their keys, and the prompt in which prefill and decode get them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from epd.api.body import NO_CUTS
 from epd.api.prompts import BYTES_PER_TOKEN
@@ -11,69 +11,64 @@ from epd.media.parts import inline_bytes
 from epd.request.item_tokens import TYPICAL_TOKENS, media_tokens
 from epd.request.recovery import Attempt
 from epd.request.request import Request
-from epd.routing.instances import Role
-from epd.routing.table import InstanceTable, Work
+from epd.routing.table import Work
 from epd.transfer.ec import ECTransfer
-from epd.transfer.encoded import EncodedItem, Prompt, consumer_body, metadata_uuids
+from epd.transfer.encoded import EncodedItem, Prompt, consumer_body
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RequestMedia:
-    """Preparation of requests with media: fetch, keys, and the prompt for prefill and decode."""
+async def keyed_request(request: Request, keys: Keys, fetcher: MediaFetcher | None) -> Request:
+    """Return the request with the media that the proxy fetches, and the keys of its items.
 
-    _table: InstanceTable
-    _fetcher: MediaFetcher | None
-    _keys: Keys
-    _transfer: ECTransfer
-
-    async def keyed(self, request: Request) -> Request:
-        """Return the request with the media that the proxy fetches, and the keys of its items.
-
-        Raises:
-            ProxyError: a fetch failed, or an item is invalid.
-        """
-        body, items, media, config = request.body, request.items, request.media, request.config
-        if self._fetcher is not None:
-            body, media.cuts = await self._fetcher.inline_media(
-                body, items, media.cuts, media.memory
-            )
-            if body is not request.body:
-                items = tuple(request.endpoint.items(body))
-        items = await self._keys.keyed_items(body, items, request.tenant, config, media.cuts)
-        return replace(request, body=body, items=items)
-
-    def prompt(
-        self, request: Request, attempt: Attempt, encoded_items: Sequence[EncodedItem]
-    ) -> Prompt:
-        """Return the request for prefill and decode, with the encoder outputs of its items."""
-        # A decode-only instance looks up no encoder outputs.
-        decodes_only = not attempt.course.prefill and self._table.has(Role.DECODE)
-        lost = attempt.reencode or attempt.without_prefill
-        raw = request.config.decode_media == "raw" or lost or decodes_only or attempt.raw
-        params = self._transfer.consumer_params(known.encoded for known in encoded_items)
-        prompt = consumer_body(
-            request.body,
-            encoded_items,
-            params,
-            raw=raw or attempt.unnamed,
-            named=not attempt.unnamed,
-        )
-        request.record.add_media(
-            prompt.bare,
-            len(encoded_items) - prompt.bare,
-            _saved_bytes(request, encoded_items, raw=raw) if request.record.hits else 0,
-        )
-        # A consumer that expects a push blocks on it even where the media are in the body too.
-        waits = bool(params and self._transfer.pushed)
-        work = media_work(request, encoded_items)
-        return prompt._replace(depends=prompt.depends or waits, work=work)
+    Raises:
+        ProxyError: a fetch failed, or an item is invalid.
+    """
+    body, items, media, config = request.body, request.items, request.media, request.config
+    if fetcher is not None:
+        body, media.cuts = await fetcher.inline_media(body, items, media.cuts, media.memory)
+        if body is not request.body:
+            items = tuple(request.endpoint.items(body))
+    items = await keys.keyed_items(body, items, request.tenant, config, media.cuts)
+    return replace(request, body=body, items=items)
 
 
-def _saved_bytes(request: Request, encoded_items: Sequence[EncodedItem], *, raw: bool) -> int:
-    """Return the size of the stored items that no instance receives, as in the request."""
-    unsent = metadata_uuids(encoded_items, request.body, raw=raw)
-    hits = [known.item for known in encoded_items if known.result == "hit"]
-    return sum(inline_bytes(item, request.media.cuts) for item in hits if item in unsent)
+def media_prompt(
+    request: Request,
+    attempt: Attempt,
+    encoded_items: Sequence[EncodedItem],
+    transfer: ECTransfer,
+    *,
+    has_decode: bool,
+) -> Prompt:
+    """Return the request for prefill and decode, with the encoder outputs of its items.
+
+    `has_decode` is whether the fleet has instances that only decode.
+    """
+    # A decode-only instance looks up no encoder outputs.
+    decodes_only = has_decode and not attempt.course.prefill
+    lost = attempt.reencode or attempt.without_prefill
+    raw = request.config.decode_media == "raw" or lost or decodes_only or attempt.raw
+    params = transfer.consumer_params(known.encoded for known in encoded_items)
+    prompt = consumer_body(
+        request.body,
+        encoded_items,
+        params,
+        raw=raw or attempt.unnamed,
+        named=not attempt.unnamed,
+    )
+    saved = (
+        inline_bytes(known.item, request.media.cuts)
+        for known in encoded_items
+        if known.result == "hit" and known.item in prompt.bare
+    )
+    request.record.add_media(
+        metadata=len(prompt.bare),
+        raw=len(encoded_items) - len(prompt.bare),
+        saved_bytes=sum(saved) if request.record.hits else 0,
+    )
+    # A consumer that expects a push blocks on it even where the media are in the body too.
+    waits = bool(params and transfer.pushed)
+    work = media_work(request, encoded_items)
+    return prompt._replace(depends=prompt.depends or waits, work=work)
 
 
 def media_work(request: Request, encoded_items: Sequence[EncodedItem]) -> Work:

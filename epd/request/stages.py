@@ -12,7 +12,6 @@ from epd.api.endpoint import encode_json, is_stream
 from epd.api.items import Body, MMItem
 from epd.api.sse import Grammar, engine_died, may_be_fetch
 from epd.api.usage import prefill_usage
-from epd.config.sections.limits import LimitSettings
 from epd.edge.engine_headers import PRIORITY
 from epd.errors import (
     BUSY,
@@ -29,7 +28,7 @@ from epd.errors import (
     reported_retry_after_s,
 )
 from epd.json_or_none import json_or_none
-from epd.request.encode_form import EncodeForm, Refusals
+from epd.request.encode_form import EncodeForms
 from epd.request.request import Request
 from epd.routing.instances import CONSUMERS, Instance
 from epd.transfer import Params
@@ -40,7 +39,7 @@ from epd.upstream import Answer, Reply, Upstream, too_large
 if TYPE_CHECKING:
     from epd.spans import Span
 
-MAX_STATUS = 599
+MAX_REJECTED_STATUS, MAX_STATUS = 499, 599
 
 HELD_BYTES = 1024**2
 """Size above which an answer of decode that is no stream is relayed as it arrives."""
@@ -73,7 +72,7 @@ class Stages:
 
     def __init__(self, upstream: Upstream) -> None:
         self._upstream = upstream
-        self._refusals = Refusals()
+        self._encode_forms = EncodeForms()
 
     async def encode(  # noqa: PLR0913, PLR0917 - all describe one request
         self,
@@ -98,8 +97,8 @@ class Stages:
         with request.record.time_stage("encode", instance.url, item) as timed:
             headers = request.headers_for(request.child_id(), timed.span)
             headers.pop(PRIORITY, None)  # one encode serves all requests with this item
-            form = EncodeForm(self._refusals, instance, has_system_message(body))
-            sent = form.first(encode_body(body, item, params))
+            forms, system = self._encode_forms, has_system_message(body)
+            sent = forms.first_form(instance, encode_body(body, item, params), system=system)
             clock = asyncio.get_running_loop().time
             until_s = clock() + timeout_s
             try:
@@ -111,7 +110,7 @@ class Stages:
                         body=encode_json(sent, request.media.cuts),
                         timeout_s=until_s - clock(),
                     )
-                    other = form.after(sent, answer.status)
+                    other = forms.next_form(instance, sent, answer.status, system=system)
                     if other is None:
                         break
                     sent = other
@@ -124,7 +123,7 @@ class Stages:
                 raise
             timed.record_status(answer.status)
             accepted = _accepted(answer, "encode", request, fetches=remote)
-            form.record_success(sent)
+            forms.record_success(instance, sent)
             if "model" in sent:
                 request.record.learn_model(accepted)
             return read_encoded(accepted, item.modality)
@@ -172,26 +171,14 @@ class Stages:
 
         An answer that is no stream is read to its end, or until it is too large to be held.
 
-        Args:
-            instance: the decode instance.
-            prompt: the request, with the `kv_transfer_params` of the handover.
-            request: the client's request.
-            rank: data-parallel rank; None to let the instance choose.
-            handover: KV blocks that decode reads; None if it prefills itself.
-
-        Returns:
-            The head of the answer, with its body as it arrives, and the span of the request to
-            decode, until the answer has been relayed; None without tracing.
+        The prompt has the `kv_transfer_params` of the handover; without one, decode prefills. The
+        span of the request, if it is traced, lasts until the answer has been relayed.
 
         Raises:
             UpstreamRejected: the instance answered with another status.
             ProxyError: the instance failed.
         """
-        endpoint, record, idle_s = (
-            request.endpoint,
-            request.record,
-            request.config.idle_timeout_s,
-        )
+        endpoint, record, config = request.endpoint, request.record, request.config
         body = _for_role(prompt.body, instance)
         request_id = request.id if handover is None else handover.request_id
         with record.time_stage("decode", instance.url) as timed:
@@ -204,16 +191,16 @@ class Stages:
                 timed.span.event("head")
             if not reply.ok:
                 with reply:
-                    content = await reply.read(idle_s=idle_s)
+                    content = await reply.read(idle_s=config.idle_timeout_s)
                 answer = Answer(reply.status, reply.headers, content)
-                raise _refusal(answer, request, fetches=prompt.fetches)
+                raise _error_of(answer, "decode", request, fetches=prompt.fetches)
             if handover is not None:
                 handover.accepted = True
             # The client has seen no byte before the first one of a stream, or the last one of
             # another answer that can be held. Until then another instance can serve the request.
             try:
                 if reply.is_stream:
-                    await reply.wait_body(idle_s)
+                    await reply.wait_body(config.idle_timeout_s)
                     if request.items:
                         await _check_beginning(reply, endpoint.grammar)
                 else:
@@ -228,7 +215,9 @@ class Stages:
         self, url: str, headers: Mapping[str, str], body: Body, request: Request
     ) -> Reply:
         """Send a request to decode, and offer its media as soon as only a retry needs them."""
-        pieces = request.endpoint.encode_body(body, request.media.cuts)
+        pieces, config = request.endpoint.encode_body(body, request.media.cuts), request.config
+        # The head of a stream precedes the first token, that of any other answer follows the last.
+        limit_s = config.first_byte_timeout_s if is_stream(body) else config.request_timeout_s
         offer: asyncio.TimerHandle | None = None
 
         def offer_later() -> None:
@@ -245,7 +234,7 @@ class Stages:
                 stage="decode",
                 headers=headers,
                 body=pieces,
-                head_timeout_s=_head_timeout_s(body, request.config),
+                head_timeout_s=limit_s,
                 on_sent=offer_later if sends_media else None,
             )
         finally:
@@ -372,68 +361,46 @@ async def _check_beginning(reply: Reply, grammar: Grammar) -> None:
         raise UpstreamRejected(status, error, stage="decode", headers=reply.headers)
 
 
-def _head_timeout_s(body: Body, config: LimitSettings) -> float:
-    """Return the timeout for the head of decode's answer, in seconds.
-
-    The head of a stream precedes the first token. The head of any other answer follows the last
-    one, so only the request's own deadline limits it.
-    """
-    return config.first_byte_timeout_s if is_stream(body) else config.request_timeout_s
-
-
-def _refusal(answer: Answer, request: Request, *, fetches: bool) -> ProxyError:
-    """Return the error of decode's answer; the client receives its own status and message."""
-    status = answer.status
-    if not HTTPStatus.BAD_REQUEST <= status <= MAX_STATUS:
-        return UpstreamFailed(
-            f"the decode instance answered {status}", slug="decode_bad_response", stage="decode"
-        )
-    return (
-        _explained(answer, "decode", fetches=fetches)
-        or _denied(status, "decode", request)
-        or UpstreamRejected(status, answer.body, stage="decode", headers=answer.headers)
-    )
-
-
 def _accepted(answer: Answer, stage: Stage, request: Request, *, fetches: bool) -> bytes:
-    """Return the body of a 2xx answer; raise an error for any other.
-
-    `fetches` tells whether the instance had to fetch media for it.
-    """
+    """Return the body of a 2xx answer; raise an error for any other."""
     if answer.ok:
         return answer.body
-    if explained := _explained(answer, stage, fetches=fetches):
-        raise explained
-    if answer.status in BUSY:
-        raise UpstreamBusy(
+    raise _error_of(answer, stage, request, fetches=fetches)
+
+
+def _error_of(answer: Answer, stage: Stage, request: Request, *, fetches: bool) -> ProxyError:
+    """Return the error of an answer that is not 2xx.
+
+    The client receives status and message of any error of decode, and of a 4xx of other stages.
+    `fetches` tells whether the instance had to fetch media.
+    """
+    status, decodes = answer.status, stage == "decode"
+    if status == HTTPStatus.INTERNAL_SERVER_ERROR and engine_died(answer.body):
+        return UpstreamDied(
+            f"the engine of the {stage} instance died", slug=f"{stage}_failed", stage=stage
+        )
+    if status == HTTPStatus.INTERNAL_SERVER_ERROR and fetches and may_be_fetch(answer.body):
+        return _fetch_failed(stage)
+    if status in BUSY and not decodes:
+        return UpstreamBusy(
             f"the {stage} instances are overloaded",
             slug=f"{stage}_overloaded",
             stage=stage,
             retry_after_s=reported_retry_after_s(answer.headers),
         )
-    if answer.status // 100 == 4:  # noqa: PLR2004
-        raise _denied(answer.status, stage, request) or UpstreamRejected(
-            answer.status, answer.body, stage=stage, headers=answer.headers
+    denied = status in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}
+    if denied and not request.clients_key:
+        return UpstreamDenied(
+            f"the {stage} instance rejected the proxy's API key", slug=f"{stage}_auth", stage=stage
         )
-    raise UpstreamFailed(
-        f"the {stage} instance answered {answer.status}",
-        slug=f"{stage}_failed",
+    if HTTPStatus.BAD_REQUEST <= status <= (MAX_STATUS if decodes else MAX_REJECTED_STATUS):
+        return UpstreamRejected(status, answer.body, stage=stage, headers=answer.headers)
+    return UpstreamFailed(
+        f"the {stage} instance answered {status}",
+        slug="decode_bad_response" if decodes else f"{stage}_failed",
         stage=stage,
-        answered=answer.status,
+        answered=status,
     )
-
-
-def _explained(answer: Answer, stage: Stage, *, fetches: bool) -> ProxyError | None:
-    """Return the error for the cause that a 500 states; None without a known cause."""
-    if answer.status != HTTPStatus.INTERNAL_SERVER_ERROR:
-        return None
-    if engine_died(answer.body):
-        return UpstreamDied(
-            f"the engine of the {stage} instance died", slug=f"{stage}_failed", stage=stage
-        )
-    if fetches and may_be_fetch(answer.body):
-        return _fetch_failed(stage)
-    return None
 
 
 def _fetch_failed(stage: Stage) -> MediaFetchFailed:
@@ -441,13 +408,4 @@ def _fetch_failed(stage: Stage) -> MediaFetchFailed:
         f"the {stage} instance could not fetch the media: check that the host of the URL has an "
         "address, is reachable and answers",
         stage=stage,
-    )
-
-
-def _denied(status: int, stage: Stage, request: Request) -> UpstreamDenied | None:
-    """Return the operator's error for a rejected key, unless it was the client's own key."""
-    if request.clients_key or status not in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}:
-        return None
-    return UpstreamDenied(
-        f"the {stage} instance rejected the proxy's API key", slug=f"{stage}_auth", stage=stage
     )

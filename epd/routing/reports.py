@@ -37,11 +37,13 @@ NAMESPACE = b"vllm:ec_store_namespace_info"
 PRODUCER = b"vllm:ec_store_producer"
 """The gauge of our connector that is 1 for an engine that writes its encoder outputs."""
 
-_KV_TOKENS = re.compile(
-    rb'^vllm:cache_config_info\{[^}\n]{,4096}\bkv_cache_size_tokens="([1-9][0-9]{,11})"',
-    re.MULTILINE,
+_KV_TOKENS, _BLOCK_TOKENS = (
+    re.compile(
+        rb'^vllm:cache_config_info\{[^}\n]{,4096}\b%b="([1-9][0-9]{,11})"' % label, re.MULTILINE
+    )
+    for label in (b"kv_cache_size_tokens", b"block_size")
 )
-"""Size of an engine's KV cache. All engines of an instance have the same."""
+"""Size of an engine's KV cache, and of a block of it. All engines of an instance have the same."""
 
 _NAMED = re.compile(rb'[{,]namespace="([^"\\]{1,256})"')
 _ENGINE = re.compile(rb"[{,]engine=\"(\d{1,4})\"")
@@ -66,6 +68,7 @@ class Report(NamedTuple):
         kv_tokens: number of tokens for which an engine has KV blocks; 0 if it is not reported.
         progress: digest that changes while the engines work; None if they report no counters.
         kv_moved: transferred KV blocks; zeros without a NIXL connector.
+        block_tokens: number of tokens of a KV block; 0 if it is not reported.
     """
 
     waiting: int
@@ -74,6 +77,7 @@ class Report(NamedTuple):
     kv_tokens: int = 0
     progress: int | None = None
     kv_moved: KVMoved = KVMoved()
+    block_tokens: int = 0
 
 
 def read_report(page: bytes) -> Report | None:
@@ -84,7 +88,7 @@ def read_report(page: bytes) -> Report | None:
         return None
     if not running or running.keys() != waiting.keys():
         return None
-    size = _KV_TOKENS.search(page)
+    size, block_size = _KV_TOKENS.search(page), _BLOCK_TOKENS.search(page)
     return Report(
         sum(waiting.values()),
         sum(running.values()),
@@ -92,6 +96,7 @@ def read_report(page: bytes) -> Report | None:
         int(size[1]) if size else 0,
         _read_progress(page),
         _read_kv_moved(page),
+        int(block_size[1]) if block_size else 0,
     )
 
 

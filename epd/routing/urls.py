@@ -21,9 +21,7 @@ REDIS_PARAMETERS = {
 password where it is not protected."""
 
 
-EVENTS_AT = re.compile(
-    r"tcp://(\*|[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})(?:\?replay=([0-9]{1,5}))?"
-)
+EVENTS_AT = re.compile(r"tcp://(\*|[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})")
 EVENTS_IN = re.compile(r"ipc://[!-~]{1,107}")
 EVENTS_OF = re.compile(r"(https?://.+)=((?:tcp|ipc)://.*)")
 
@@ -85,13 +83,13 @@ def zmq_address(address: str) -> str:
 
 
 def events_address(address: str) -> str:
-    """Return a valid address such as `tcp://host:5557?replay=5558`, or `ipc:///a/path`."""
+    """Return a valid address such as `tcp://host:5557`, or `ipc:///a/path`."""
     found = EVENTS_AT.fullmatch(address)
-    if found is not None and all(0 < int(port or 1) < 2**16 for port in found.group(2, 3)):
+    if found is not None and 0 < int(found[2]) < 2**16:
         return address
     if EVENTS_IN.fullmatch(address):
         return address
-    raise ValueError(f"{address!r} is not an address such as tcp://host:5557?replay=5558")
+    raise ValueError(f"{address!r} is not an address such as tcp://host:5557")
 
 
 def named_events_address(written: str) -> tuple[str, str]:

@@ -6,7 +6,7 @@ This module is the composition root of the proxy: it is the only one that knows 
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext
 from functools import cache, partial
 from urllib.parse import urlsplit
 
@@ -43,9 +43,7 @@ from epd.observe.metrics import MetricsObserver, watched
 from epd.observe.tracing import tracing
 from epd.observe.worker_metrics import WorkerMetrics
 from epd.policies.in_force import Policies
-from epd.request.courses import Courses
 from epd.request.decoders import Decoders
-from epd.request.early_consumers import EarlyConsumers
 from epd.request.encode import Encoder
 from epd.request.item_tokens import TokenCounts
 from epd.request.kv_peers import PeerRegistry
@@ -57,7 +55,6 @@ from epd.request.placement import Placement
 from epd.request.prefill_decode import PrefillDecodeStages
 from epd.request.quarantine import Quarantine
 from epd.request.releases import Releases
-from epd.request.request_media import RequestMedia
 from epd.request.stages import Stages
 from epd.request.warmup import Warmup
 from epd.routing.balance import Choice
@@ -198,11 +195,13 @@ async def build_components(
         poll_load(table, upstream, config, background, lambda: app[POLICIES].compares_costs),
         asking_namespaces(namespaces, upstream, config, background),
         _kv_events(table, config, background) as event_counts,
-        Releases.run_releases(
-            stages := Stages(upstream),
-            transfer,
-            fatal,
-            (decoders := Decoders(table, Picker(upstream))).choose_release_instance,
+        aclosing(
+            Releases(
+                stages := Stages(upstream),
+                transfer,
+                fatal,
+                decoders := Decoders(table, Picker(upstream)),
+            )
         ) as releases,
     ):
         peers = PeerRegistry(table, transfer, upstream, config) if transfer.has_peers else None
@@ -210,24 +209,23 @@ async def build_components(
         prefill_decode = PrefillDecodeStages(
             table, Choice(table, Role.PREFILL), stages, transfer, peers, decoders, readbacks, fatal
         )
-        ec_transfer = EC_TRANSFERS[config.ec_transfer]()
+        ec_transfer = EC_TRANSFERS[config.ec_transfer]
         by_content = "content" in {config.prefill_balance, config.decode_balance}
-        early = EarlyConsumers(table, namespaces, prefill_decode, ec_transfer.pushed, by_content)
         app[MEDIA_KEYS] = keys = Keys(cache)
         app[PIPELINE] = Pipeline(
             table,
-            Courses(table, app[POLICIES].choose_policy, decoders),
-            RequestMedia(table, media, keys, ec_transfer),
+            app[POLICIES].choose_policy,
+            media,
             keys,
+            ec_transfer,
             _encoder(table, namespaces, stages, ec_transfer, fatal, cache),
             prefill_decode,
             # Only instances of a store have namespaces.
-            early if ec_transfer.pushed or cache is not None else None,
+            namespaces if ec_transfer.pushed or cache is not None else None,
             decoders,
             releases,
             fatal,
             Quarantine(fatal),
-            ec_transfer.pushed,
             by_content,
         )
         app[WARMUP] = Warmup(app[PIPELINE].encode, cache)

@@ -1,9 +1,11 @@
 """Encoder outputs from encode to prefill: the `ec_transfer_params` of each connector.
 
-There is one class for this project's ECStoreConnector, and one for each of vLLM's connectors in
-`vllm/distributed/ec_transfer/ec_connector`:
+With this project's ECStoreConnector, the store has the outputs, by key alone. vLLM's connectors are
+in `vllm/distributed/ec_transfer/ec_connector`:
 
-- ECExampleConnector: outputs are files in a folder that all instances share.
+- ECExampleConnector: outputs are files in a folder that all instances share. It does not report
+  which outputs exist, and an engine dies of a request that names a missing one
+  (`example_connector.py`). So only outputs that were just encoded count as available.
 - ECCPUConnector with `ec_enable_nixl`: consumers read outputs from the encode instance. In
   `cpu/scheduler/__init__.py`, `request_finished` reports the location of an output, and
   `_admit_item` reads it. Any number of consumers can read an output until it is evicted (first in,
@@ -17,7 +19,8 @@ There is one class for this project's ECStoreConnector, and one for each of vLLM
 
 import uuid
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any
 
 from epd.errors import EncodeMismatch, NoInstance
 from epd.routing.table import Reservation
@@ -25,24 +28,22 @@ from epd.transfer import Params
 from epd.transfer.encoded import OutputFacts
 
 
+@dataclass(frozen=True, slots=True)
 class ECTransfer:
     """Transfer of encoder outputs to a consumer, as far as the proxy takes part in it.
 
-    The base class passes the replies of encode instances on to the consumer unchanged. Subclasses
-    override the differences.
+    The replies of encode instances are passed on to the consumer unchanged.
 
     Attributes:
-        name: name of the transfer, as in `--ec-transfer`.
         stored: whether outputs are in a store that the proxy can look up (`EncoderCache`).
         pushed: whether an output goes to a single consumer, which is chosen before the encode and
             waits for the output. No other consumer can use it, and no consumer encodes the item.
         handle: fields that an encode instance reports for each output that a consumer can get.
     """
 
-    name: ClassVar[str]
-    stored: ClassVar[bool] = False
-    pushed: ClassVar[bool] = False
-    handle: ClassVar[tuple[str, ...]] = ()
+    stored: bool = False
+    pushed: bool = False
+    handle: tuple[str, ...] = ()
 
     def encode_params(self, consumer: Reservation | None, features: int) -> Params | None:  # noqa: ARG002
         """Return the `ec_transfer_params` of the encode request of an item with `features` outputs.
@@ -76,35 +77,8 @@ class ECTransfer:
         return {key: entry for output in encoded for key, entry in output.params.items()}
 
 
-class ECStoreTransfer(ECTransfer):
-    """Transfer by this project's ECStoreConnector: the store has the outputs, by key alone."""
-
-    name = "store"
-    stored = True
-
-
-class Example(ECTransfer):
-    """Transfer by vLLM's ECExampleConnector: outputs are files in a shared folder.
-
-    The connector does not report which outputs exist, and an engine dies of a request that names a
-    missing one (`example_connector.py`). So only outputs that were just encoded count as available.
-    """
-
-    name = "example"
-
-
-class ECNixl(ECTransfer):
-    """Transfer from the encode instance's memory: the consumer gets the address of the output."""
-
-    name = "nixl"
-    handle = ("peer_host", "peer_port", "size_bytes", "shape")
-
-
 class ECMooncake(ECTransfer):
     """Transfer by pushes: both instances get the transfer id of each output."""
-
-    name = "mooncake"
-    pushed = True
 
     def encode_params(self, consumer: Reservation | None, features: int) -> Params:
         """Return the address to which the item's outputs are pushed, and an id for each output."""

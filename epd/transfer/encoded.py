@@ -1,7 +1,7 @@
 """Replies of encode instances, and the requests that prefill and decode get with encoded items."""
 
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ec_store.entry import EntryInfo
@@ -122,7 +122,7 @@ class Prompt(NamedTuple):
         depends: whether the request fails if an encoder output is missing, because items have no
             media, or because the consumer waits for a push.
         fetches: whether the instance must fetch media.
-        bare: number of items without media.
+        bare: items that are sent without media.
         named: whether media are sent under a name.
         mark: name of the prompt in the KV events of instances; empty for none.
         prefix: content of the prompt, if instances are chosen by it.
@@ -133,7 +133,7 @@ class Prompt(NamedTuple):
     encoded_items: Sequence[EncodedItem] = ()
     depends: bool = False
     fetches: bool = False
-    bare: int = 0
+    bare: Collection[MMItem] = ()
     named: bool = False
     mark: str = ""
     prefix: Prefix = NO_PREFIX
@@ -164,7 +164,7 @@ def consumer_body(
     """
     if not items:
         return Prompt(body)
-    uuids = metadata_uuids(items, body, raw=raw)
+    uuids = _metadata_uuids(items, body, raw=raw)
     parts = {}
     for encoded_item in items:
         item = encoded_item.item
@@ -183,12 +183,12 @@ def consumer_body(
         items,
         depends=bool(uuids),
         fetches=any(item.is_remote and item not in uuids for item in parts),
-        bare=len(uuids),
+        bare=uuids.keys(),
         named=named and any(item.engine_name and item not in uuids for item in parts),
     )
 
 
-def metadata_uuids(items: Sequence[EncodedItem], body: Body, *, raw: bool) -> dict[MMItem, str]:
+def _metadata_uuids(items: Sequence[EncodedItem], body: Body, *, raw: bool) -> dict[MMItem, str]:
     """Return the items to send metadata-only, with the `uuid` of each: all or none if possible.
 
     vLLM rejects a request that mixes metadata-only and raw items of one modality

@@ -1,9 +1,9 @@
-"""Registry of the transfers: classes by the names in `--kv-transfer` and `--ec-transfer`."""
+"""Registry of the transfers by their names in `--kv-transfer` and `--ec-transfer`."""
 
 from collections.abc import Mapping
 
 from epd.transfer import ECTransferName, KVTransferName
-from epd.transfer.ec import ECMooncake, ECNixl, ECStoreTransfer, ECTransfer, Example
+from epd.transfer.ec import ECMooncake, ECTransfer
 from epd.transfer.kv import KVTransfer, LMCache, WithoutParams
 from epd.transfer.mooncake import Mooncake
 from epd.transfer.nixl import Multi, Nixl, NixlPush
@@ -19,9 +19,9 @@ KV_TRANSFERS: Mapping[KVTransferName, type[KVTransfer]] = {
     "none": WithoutParams,
 }
 
-EC_TRANSFERS: Mapping[ECTransferName, type[ECTransfer]] = {
-    "store": ECStoreTransfer,
-    "example": Example,
-    "nixl": ECNixl,
-    "mooncake": ECMooncake,
+EC_TRANSFERS: Mapping[ECTransferName, ECTransfer] = {
+    "store": ECTransfer(stored=True),
+    "example": ECTransfer(),
+    "nixl": ECTransfer(handle=("peer_host", "peer_port", "size_bytes", "shape")),
+    "mooncake": ECMooncake(pushed=True),
 }

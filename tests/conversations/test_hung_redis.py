@@ -11,12 +11,12 @@ from epd import redis_urls
 from epd.config import ProxyConfig
 from epd.conversations.conversations import Conversations
 from epd.conversations.stores import ConversationsInMemory, ConversationsInRedis, StoreAway
-from epd.conversations.turn import ConversationEntry, Turn
+from epd.conversations.turn import Turn
 from epd.discovery import stores as registrations
 from tests.support.fleet import until
 from tests.support.redis_server import Certificates, RedisServer
 
-ANSWERED = ConversationEntry(2.5, "http://d:2")
+DECODE = "http://d:2"
 Asking = AbstractAsyncContextManager[Callable[[], Awaitable[object]]]
 
 STEPS = 40
@@ -52,9 +52,7 @@ async def test_turns_end_while_it_still_hangs_and_leave_nothing(hung: RedisServe
     for at_once in (1, 2, 20):
         async with Conversations.from_config(config) as conversations:
             turns = [Turn(str(key)) for key in range(at_once)]
-            await asyncio.gather(
-                *(conversations.begin_turn(turn, {ANSWERED.decode}) for turn in turns)
-            )
+            await asyncio.gather(*(conversations.begin_turn(turn, {DECODE}) for turn in turns))
             assert [turn.before for turn in turns] == [None] * at_once
             assert conversations.results == {"unknown": at_once}
     await until(lambda: descriptors() <= before)
@@ -82,7 +80,7 @@ async def test_a_cancelled_connect_ends_at_every_step(
 
 async def test_a_turn_loses_only_its_prefix_if_the_store_loses_entries() -> None:
     class Deaf(ConversationsInMemory):
-        async def take_entry(self, key: str) -> ConversationEntry | None:
+        async def take_entry(self, key: str) -> bytes | None:
             try:
                 await asyncio.Event().wait()
             except asyncio.CancelledError:
@@ -92,7 +90,7 @@ async def test_a_turn_loses_only_its_prefix_if_the_store_loses_entries() -> None
     config = ProxyConfig.model_construct(conversation_budget_s=0.01)
     conversations = Conversations(Deaf(1), config)
     turn = Turn("key")
-    await conversations.begin_turn(turn, {ANSWERED.decode})
+    await conversations.begin_turn(turn, {DECODE})
 
     assert turn.before is None
     assert conversations.results == {"unknown": 1}
@@ -107,7 +105,7 @@ async def test_by_tls_it_is_left_without_a_goodbye(
         store = ConversationsInRedis(server.url(f"ssl_ca_certs={server.tls.ca}", "rediss"))
         for _ in range(50):  # on a busy machine a connect may exceed CONNECT_S
             with suppress(StoreAway):
-                await store.put("key", ANSWERED, 60)
+                await store.put("key", b"entry", 60)
                 break
         else:
             pytest.fail("Redis accepted no connection")

@@ -285,18 +285,6 @@ async def test_wherever_the_network_cuts_a_stream_it_ends_in_an_error_and_never_
                 assert b"[DONE]" not in content
 
 
-@pytest.mark.fault(40)
-async def test_error_events_of_decode_are_relayed_unchanged(launch: Launch) -> None:
-    said = chunk("a") + b'data: {"error": {"message": "late", "code": 400}}\n\n'
-    script = [read_request(), send(STREAM_HEAD + chunked(said) + LAST_CHUNK), hold()]
-    async with (
-        Scripted(script).running() as decode,
-        launch(decode_servers_urls=(decode.url,)) as fleet,
-        fleet.post(request(text(), stream=True)) as reply,
-    ):
-        assert await reply.read() == said
-
-
 @pytest.mark.fault(41)
 def test_the_relay_sends_whole_events_for_all_splits_of_a_stream() -> None:
     for first in EVENTS:

@@ -1,13 +1,12 @@
 """Messages with KV events of one engine: their order, their content, and what is lost."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.kv_events.addresses import event_sources
+from epd.kv_events.addresses import event_endpoints
 from epd.kv_events.feed import EventFeed, FeedReport
 from epd.kv_events.marks import mark_of
 from epd.routing.instances import Instance, Role
@@ -22,35 +21,22 @@ HASHES = tuple(b"0" * 31 + letter for letter in (b"a", b"b", b"c", b"d"))
 
 
 class Engine:
-    """Messages of an engine, of which some are lost on the way to the feed.
-
-    Attributes:
-        past: batches that it can send again.
-    """
+    """Messages of an engine, of which some are lost on the way to the feed."""
 
     def __init__(self) -> None:
-        self.past: dict[int, bytes] = {}
-        self.asked: list[int] = []
         self.number = 0
-        self.feed = EventFeed(self._replay)
+        self.feed = EventFeed()
 
-    def send(self, *events: dict[str, Any], lost: bool = False, kept: bool = False) -> None:
-        payload = batch(*events)
+    def send(self, *events: dict[str, Any], lost: bool = False) -> None:
         number, self.number = self.number, self.number + 1
-        if kept:
-            self.past[number] = payload
         if not lost:
-            self.feed.receive((b"topic", number.to_bytes(8, "big"), payload))
+            self.feed.receive((b"topic", number.to_bytes(8, "big"), batch(*events)))
 
     def report(self) -> FeedReport:
         report = self.feed.take_report()
         assert report is not None
         assert self.feed.take_report() is None
         return report
-
-    def _replay(self, first: int) -> Iterator[tuple[int, bytes]]:
-        self.asked.append(first)
-        yield from (one for one in sorted(self.past.items()) if one[0] >= first)
 
 
 @pytest.fixture
@@ -68,22 +54,9 @@ def test_stored_and_removed_blocks_change_links(
     assert engine.report() == FeedReport("", {22: None}, {"removed": 1})
 
 
-def test_a_gap_is_filled_by_a_replay(engine: Engine) -> None:
-    engine.send(stored(HASHES[:2], mark=MARK))
-    engine.send(stored(HASHES[2:], parent=HASHES[1], mark=MARK), lost=True, kept=True)
-    engine.send(removed(7))
-
-    assert engine.report() == FeedReport("", BOTH, {"stored": 2, "removed": 1})
-    assert engine.asked == [1]
-
-
-@pytest.mark.parametrize("kept", [(), (1,), (2,)])
-def test_a_gap_without_a_whole_replay_clears_the_index(
-    engine: Engine, kept: tuple[int, ...]
-) -> None:
+def test_a_gap_clears_the_index(engine: Engine) -> None:
     engine.send(stored(HASHES, mark=MARK))
-    for number in (1, 2):
-        engine.send(removed(7), lost=True, kept=number in kept)
+    engine.send(removed(7), lost=True)
     engine.send(removed(HASHES[3]))
 
     report = engine.report()
@@ -93,13 +66,11 @@ def test_a_gap_without_a_whole_replay_clears_the_index(
     assert engine.report() == FeedReport("", BOTH, {"stored": 1})
 
 
-def test_a_new_subscription_replays_the_engines_buffer(engine: Engine) -> None:
+def test_a_new_subscription_has_no_gap(engine: Engine) -> None:
     engine.send(removed(7), lost=True)
-    engine.send(stored(HASHES, mark=MARK), lost=True, kept=True)
-    engine.send(removed(HASHES[3]))
+    engine.send(stored(HASHES, mark=MARK))
 
-    expected = {11: 2 * SIZE, 22: None}
-    assert engine.report() == FeedReport("", expected, {"stored": 1, "removed": 1})
+    assert engine.report() == FeedReport("", BOTH, {"stored": 1})
 
 
 def test_a_lower_sequence_number_means_a_new_engine(engine: Engine) -> None:
@@ -224,36 +195,34 @@ def test_no_message_raises_and_removed_blocks_hold_nothing(messages: list[Any]) 
 @pytest.mark.parametrize(
     ("kv_events", "addresses", "expected"),
     [
-        ("", [], [("tcp://pd:5557", ""), ("tcp://pd:5558", "")]),
-        ("", ["tcp://*:7?replay=9"], [("tcp://pd:7", "tcp://pd:9"), ("tcp://pd:8", "tcp://pd:10")]),
-        ("", ["http://pd:1=tcp://other:7"], [("tcp://other:7", ""), ("tcp://other:8", "")]),
-        ("", ["http://x:1=tcp://other:7"], [("tcp://pd:5557", ""), ("tcp://pd:5558", "")]),
-        ("tcp://[::1]:7", ["tcp://*:8"], [("tcp://[::1]:7", ""), ("tcp://[::1]:8", "")]),
-        ("ipc://@name", [], [("ipc://@name", "")]),
+        ("", [], ["tcp://pd:5557", "tcp://pd:5558"]),
+        ("", ["tcp://*:7"], ["tcp://pd:7", "tcp://pd:8"]),
+        ("", ["http://pd:1=tcp://other:7"], ["tcp://other:7", "tcp://other:8"]),
+        ("", ["http://x:1=tcp://other:7"], ["tcp://pd:5557", "tcp://pd:5558"]),
+        ("tcp://[::1]:7", ["tcp://*:8"], ["tcp://[::1]:7", "tcp://[::1]:8"]),
+        ("ipc://@name", [], ["ipc://@name"]),
     ],
 )
 def test_each_rank_has_an_address(
-    kv_events: str, addresses: list[str], expected: list[tuple[str, str]]
+    kv_events: str, addresses: list[str], expected: list[str]
 ) -> None:
     one = Instance(Role.PREFILL_DECODE, "http://pd:1", dp_size=2, kv_events=kv_events)
 
-    assert [tuple(source) for source in event_sources(one, addresses)] == expected
+    assert [*event_endpoints(one, addresses)] == expected
 
 
 def test_ports_end_where_tcp_does() -> None:
-    one = Instance(Role.PREFILL, "http://pd:1", dp_size=4, kv_events="tcp://a:9?replay=65534")
+    one = Instance(Role.PREFILL, "http://pd:1", dp_size=4, kv_events="tcp://a:65534")
 
-    assert [replay for _, replay in event_sources(one, [])] == ["tcp://a:65534", "tcp://a:65535"]
+    assert [*event_endpoints(one, [])] == ["tcp://a:65534", "tcp://a:65535"]
 
 
 def test_ranks_that_the_instance_chooses_are_not_followed() -> None:
-    assert [*event_sources(Instance(Role.DECODE, "http://d:1", dp_size=2), [])] == []
-    assert len([*event_sources(Instance(Role.DECODE, "http://d:1"), [])]) == 1
+    assert [*event_endpoints(Instance(Role.DECODE, "http://d:1", dp_size=2), [])] == []
+    assert len([*event_endpoints(Instance(Role.DECODE, "http://d:1"), [])]) == 1
 
 
-@pytest.mark.parametrize(
-    "address", ["tcp://a:1", "tcp://*:5557?replay=1", "tcp://[::1]:1", "ipc://@x"]
-)
+@pytest.mark.parametrize("address", ["tcp://a:1", "tcp://*:5557", "tcp://[::1]:1", "ipc://@x"])
 def test_an_address_names_an_instance_or_all(address: str) -> None:
     assert events_address(address) == address
     assert named_events_address(address) == ("", address)
@@ -271,12 +240,8 @@ def test_an_address_names_an_instance_or_all(address: str) -> None:
         "tcp://a:70000",
         "tcp://a:1/path",
         "tcp://u@a:1",
-        "tcp://a:1?replay=x",
-        "tcp://a:1?replay=0",
-        "tcp://a:1?other=2",
-        "tcp://a:1?replay=1&replay=2",
+        "tcp://a:1?replay=2",
         "tcp://a b:1",
-        "tcp://a:1?",
         "tcp://a:1#x",
         "ipc://",
         "ipc://a\n",

@@ -402,20 +402,6 @@ async def test_processor_kwargs_keep_media_raw_that_have_no_uuid_of_ours(launch:
         assert inline["uuid"] == fleet.e.calls[1].parts[0]["uuid"]
 
 
-async def test_one_item_without_metadata_keeps_all_raw(launch: Launch) -> None:
-    async with launch() as fleet:
-        encode = fleet.e.chat
-
-        async def only_the_first(http_request: web.Request, body: dict[str, Any]) -> Any:
-            last = body["messages"][0]["content"][0]["image_url"] == image(b"2")["image_url"]
-            return await (encodes_without_params if last else encode)(http_request, body)
-
-        fleet.e.chat = only_the_first
-        await fleet.chat(request(image(b"1"), image(b"2")))
-
-        assert [part["type"] for part in fleet.d.calls[0].parts] == ["image_url", "image_url"]
-
-
 async def test_json_numbers_and_order_reach_decode(launch: Launch) -> None:
     async with launch() as fleet:
         body = json.dumps(request(text(), temperature=0.1, top_p=1, logit_bias={"5": -100}))

@@ -25,7 +25,6 @@ HEADER = "x-decoder-host-port"
 POLICIES = ("encode_prefill_decode", "prefill_decode", "prefill_local_decode_remote")
 each_policy = pytest.mark.parametrize("policy", POLICIES)
 each_choice = pytest.mark.parametrize("choice", ["early", "late"])
-each_form = pytest.mark.parametrize("stream", [False, True])
 
 
 def place(instance: FakeInstance) -> str:
@@ -36,20 +35,17 @@ async def answered(fleet: Fleet, body: dict[str, Any], **headers: str) -> int:
     async with fleet.post(body, {name.replace("_", "-"): one for name, one in headers.items()}) as (
         reply
     ):
-        said = await reply.read()
-        if reply.status == 200 and body.get("stream"):
-            assert said.endswith(b"data: [DONE]\n\n")
+        await reply.read()
         return reply.status
 
 
 @each_policy
 @each_choice
-@each_form
 async def test_each_policy_asks_its_stages_in_turn(
-    launch: Launch, policy: str, choice: str, stream: bool
+    launch: Launch, policy: str, choice: str
 ) -> None:
     async with launch(1, 2, 2, policies=(policy,), decode_choice=choice) as fleet:
-        assert await answered(fleet, request(text(), image(), stream=stream)) == 200
+        assert await answered(fleet, request(text(), image())) == 200
 
         encode, prefill, decode = asked(fleet)
         [prefilled] = [call for one in fleet.prefill for call in one.calls]
@@ -68,17 +64,16 @@ async def test_media_without_an_encode_stage_keep_the_keys_of_the_proxy(launch: 
     assert part["uuid"] != "mine"
 
 
-@each_form
-async def test_short_prompts_are_not_prefilled_separately(launch: Launch, stream: bool) -> None:
+async def test_short_prompts_are_not_prefilled_separately(launch: Launch) -> None:
     async with launch(1, 1, 1, skip_prefill_below_tokens=20) as fleet:
-        assert await answered(fleet, request(text("a" * 60), stream=stream)) == 200
+        assert await answered(fleet, request(text("a" * 60))) == 200
         assert asked(fleet) == (0, 0, 1)
         assert "kv_transfer_params" not in fleet.d.calls[0].body
 
-        assert await answered(fleet, request(text("a" * 200), stream=stream)) == 200
+        assert await answered(fleet, request(text("a" * 200))) == 200
         assert asked(fleet) == (0, 1, 2)
 
-        assert await answered(fleet, request(image(), stream=stream)) == 200
+        assert await answered(fleet, request(image())) == 200
         assert asked(fleet) == (1, 2, 3)
 
 
@@ -155,15 +150,14 @@ async def test_decode_serves_requests_that_the_local_instance_cannot_prefill(
 
 @each_policy
 @each_choice
-@each_form
 async def test_the_client_names_a_decode_instance_of_the_table(
-    launch: Launch, policy: str, choice: str, stream: bool
+    launch: Launch, policy: str, choice: str
 ) -> None:
     named = {"policies": (policy,), "decode_choice": choice, "decode_from": "header"}
     async with launch(1, 1, 3, **named) as fleet:
         for _ in range(4):
             headers = {HEADER: place(fleet.decode[1])}
-            assert await answered(fleet, request(text(), stream=stream), **headers) == 200
+            assert await answered(fleet, request(text()), **headers) == 200
 
         assert [len(one.calls) for one in fleet.decode] == [0, 4, 0]
 
@@ -298,9 +292,8 @@ async def test_blocks_are_released_by_another_instance_if_the_named_one_fails(
 
 @each_policy
 @each_choice
-@each_form
 async def test_the_picker_names_the_decode_instance(
-    launch: Launch, policy: str, choice: str, stream: bool
+    launch: Launch, policy: str, choice: str
 ) -> None:
     async with Picker().running() as picker:
         picked = picked_by(picker)
@@ -311,7 +304,7 @@ async def test_the_picker_names_the_decode_instance(
                 return await prefills(one, body)
 
             fleet.p.chat, picker.answer = prefills_now, {"url": fleet.decode[2].url}
-            body = request(text("a" * 36), stream=stream)
+            body = request(text("a" * 36))
             headers = {"Authorization": "Bearer key"}
             assert await answered(fleet, body, **headers) == 200
             assert [len(one.calls) for one in fleet.decode] == [0, 0, 1]

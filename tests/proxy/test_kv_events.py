@@ -9,14 +9,10 @@ from functools import partial
 from typing import Any
 
 import pytest
-from structlog.testing import capture_logs
 
 import epd
 from epd.check import unusable_files
-from epd.kv_events import reader as event_reader
-from epd.kv_events.addresses import EventSource
 from epd.kv_events.marks import read_mark
-from epd.kv_events.reader import EventReader
 from epd.routing.instances import Role
 from epd.server.app_keys import TABLE
 from tests.requests import image, request, text
@@ -26,7 +22,6 @@ from tests.support.kv_publisher import (
     CLEARED,
     SIZE,
     KVPublisher,
-    batch,
     publishers,
     removed,
     stored,
@@ -61,13 +56,11 @@ class Pair:
 
 
 @asynccontextmanager
-async def following(
-    launch: Launch, count: int = 2, config: dict[str, Any] | None = None, **more: Any
-) -> AsyncIterator[tuple[Fleet, list[Pair]]]:
+async def following(launch: Launch, count: int = 2) -> AsyncIterator[tuple[Fleet, list[Pair]]]:
     """Run a proxy that follows this number of instances."""
     async with AsyncExitStack() as stack:
-        started = stack.enter_context(publishers(count, **more))
-        fleet = await stack.enter_async_context(empty(launch, **CONTENT, **(config or {})))
+        started = stack.enter_context(publishers(count))
+        fleet = await stack.enter_async_context(empty(launch, **CONTENT))
         pairs = []
         for one in started:
             taking = taking_part(fleet, Role.PREFILL_DECODE, kv_events=one.address)
@@ -160,6 +153,7 @@ async def test_a_proxy_learns_from_events_where_another_has_sent_a_prompt(launch
                 assert await asked(other, pairs, word) is one
 
 
+@pytest.mark.fault(86)
 async def test_a_restart_a_gap_and_a_lost_connection_are_counted_and_end(launch: Launch) -> None:
     async with following(launch, 1) as (fleet, [one]):
         await asked(fleet, [one], "a")
@@ -203,88 +197,17 @@ async def test_a_restart_a_gap_and_a_lost_connection_are_counted_and_end(launch:
         assert matched(fleet, one, mark) == links
 
 
-async def test_lost_events_are_read_again_from_an_engine_that_has_them(launch: Launch) -> None:
-    async with following(launch, 1, replays=True) as (fleet, [one]):
-        await asked(fleet, [one], "a")
-        mark = one.mark
-        blocks = one.store_prompt()
-        await until(lambda: fleet.runner.app[TABLE].load(_instance(fleet, one)).precise)
-        lost = stored([7], parent=blocks[-1]), removed(*blocks)
-        for event in lost:
-            one.publisher.publish_raw(batch(event), sent=False)
-        one.publisher.publish()
-        await until(lambda: not matched(fleet, one, mark))
-
-        assert await figures(fleet, "epd_kv_event_faults_total") == 0
-        assert await figures(fleet, "epd_kv_events_total", event="removed") == 1
-        assert (await shown(fleet)) == {one.instance.url: "precise"}
-
-
-@pytest.mark.fault(86)
-async def test_a_replay_without_an_end_is_cut_and_costs_only_its_instance(
-    launch: Launch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(event_reader, "REPLAY_S", 0.3)
-    async with following(launch, 2, replays=True) as (fleet, pairs):
-        await asked(fleet, pairs, "a")
-        [one] = [pair for pair in pairs if pair.instance.calls]
-        [other] = [pair for pair in pairs if pair is not one]
-        other.publisher.endless = True
-        other.publisher.publish_raw(b"", sent=False)
-        with capture_logs() as logs:
-            for _ in range(3):
-                other.publisher.publish()
-                other.publisher.publish_raw(b"", sent=False)
-            one.store_prompt()
-            await until(lambda: fleet.runner.app[TABLE].load(_instance(fleet, one)).precise)
-            while not await figures(  # noqa: ASYNC110 - another server sets no event
-                fleet, "epd_kv_event_faults_total", reason="replay"
-            ):
-                await asyncio.sleep(0.01)
-
-        assert (await shown(fleet))[other.instance.url] == "estimated"
-        assert [log["reason"] for log in logs if log.get("instance") == other.instance.url] == [
-            "replay"
-        ]
-
-
-@pytest.mark.fault(86)
-def test_the_thread_stops_in_a_replay_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_reader, "REPLAY_S", 3600.0)
-    with KVPublisher(replays=True, endless=True) as publisher:
-        address = f"tcp://127.0.0.1:{publisher.port}"
-        source = EventSource(address, f"tcp://127.0.0.1:{publisher.replay_port}")
-        reader = EventReader(lambda _: None)
-        reader.follow_engines({((Role.PREFILL, "http://e"), 0): source})
-        reader.start()
-        while not publisher.subscribers:
-            time.sleep(0.01)
-        publisher.publish_raw(b"", sent=False)
-        publisher.publish()
-        while not publisher.replaying:
-            time.sleep(0.01)
-        reader.stop_reading()
-        reader.join(20)
-
-        assert not reader.is_alive()
-
-
 @pytest.mark.fault(86)
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_sigterm_ends_a_process_within_a_replay_without_an_end(workers: str) -> None:
-    with KVPublisher(replays=True, endless=True) as publisher:
+def test_sigterm_ends_a_process_that_follows_events(workers: str) -> None:
+    with KVPublisher() as publisher:
         flags = ["--decode-balance", "content", "--kv-events", "--workers", workers]
         with serving(*INSTANCES, *flags, "--kv-events-addrs", publisher.address) as (_, process):
             while publisher.subscribers < int(workers):
                 time.sleep(0.01)
-            publisher.publish_raw(b"", sent=False)
-            publisher.publish()
-            while not publisher.replaying:
-                time.sleep(0.01)
             process.terminate()
 
             assert process.wait(20) == 0
-            assert publisher.replaying
 
 
 async def test_an_address_that_zeromq_refuses_costs_only_its_instance(launch: Launch) -> None:
@@ -294,7 +217,7 @@ async def test_an_address_that_zeromq_refuses_costs_only_its_instance(launch: La
                 await asyncio.sleep(0.02)
 
     async with following(launch, count=1) as (fleet, [good]):
-        address = "tcp://-h:5557?replay=5558"
+        address = "tcp://-h:5557"
         async with taking_part(fleet, Role.PREFILL_DECODE, kv_events=address) as bad:
             await counted("epd_kv_event_faults_total", bad.url)
             good.publisher.publish(stored([7]))

@@ -5,9 +5,9 @@ from contextlib import suppress
 
 import pytest
 
-from epd.errors import UpstreamDied, UpstreamFailed
+from epd.errors import ProxyError, UpstreamDied, UpstreamFailed
 from epd.request import prefill_decode
-from epd.request.prefill_decode import Halves
+from epd.request.prefill_decode import wait_both
 
 pytestmark = pytest.mark.fault(68)
 
@@ -28,11 +28,9 @@ async def ended(prefill: float, decode: float | None, error: Exception | None = 
         seen.append(stage)
         raise error or died(stage)
 
-    halves = Halves()
-    with suppress(ExceptionGroup):
-        async with asyncio.TaskGroup() as group:
-            group.create_task(halves.run("prefill", half("prefill", prefill)))
-            group.create_task(halves.run("decode", half("decode", decode)))
+    halves = half("prefill", prefill), half("decode", decode)
+    with suppress(ProxyError):
+        await wait_both(*map(asyncio.create_task, halves))
     return seen
 
 

@@ -5,13 +5,18 @@ import re
 import subprocess
 import sys
 
-from epd.request.request import child_id, request_id
+import epd
+from epd.request.request import Request, request_id
 
 
 def test_request_ids_have_their_length_and_begin_with_the_clients() -> None:
     assert re.fullmatch("[0-9a-f]{32}", request_id(None))
     assert re.fullmatch("mine-[0-9a-f]{8}", request_id("mine"))
-    assert re.fullmatch("mine:3:[0-9a-f]{6}", child_id("mine", 3))
+    asked = Request(
+        "mine", {}, epd.ProxyConfig(encode_servers_urls=(), decode_servers_urls=("http://d:1",))
+    )
+    assert re.fullmatch("mine:0:[0-9a-f]{6}", asked.child_id())
+    assert re.fullmatch("mine:1:[0-9a-f]{6}", asked.child_id())
 
 
 def test_request_ids_do_not_depend_on_the_global_random_seed() -> None:

@@ -59,7 +59,7 @@ def failure(error: ProxyError, **more: Any) -> FailedAttempt:
     """Return a failure of the first attempt at P1 and D1, with an encoder output in the request."""
     facts = Facts("/v1/chat/completions", prefills=True, items=1, roles=TABLE.roles)
     attempt = Attempt(Course(), facts)._replace(**more.pop("attempt", {}))
-    depends, bare = more.pop("depends", True), more.pop("bare", 1)
+    depends, bare = more.pop("depends", True), more.pop("bare", (item(),))
     prompt = Prompt({}, depends=depends, bare=bare, named=more.pop("named", False))
     reads_back = more.pop("reads_back", False)
     handover = None
@@ -336,7 +336,7 @@ def test_every_row_has_a_case() -> None:
         failure(rejected(500), prefilled=True, depends=False, attempt={"failures": ("decode",)}),
         failure(rejected(400), attempt={"raw": True}),
         failure(rejected(400), attempt={"reencode": True}),
-        failure(rejected(400), bare=0),
+        failure(rejected(400), bare=()),
         failure(
             rejected(500),
             depends=False,
@@ -395,14 +395,6 @@ def test_an_instance_that_was_not_reached_has_not_failed() -> None:
 
     assert attempt is not None
     assert (attempt.avoided_prefills, attempt.failures) == ((P1,), ())
-
-
-def test_an_attempt_keeps_the_encoder_outputs_of_the_one_before() -> None:
-    case = failure(failed("decode"))
-    attempt = next_attempt(case)
-
-    assert attempt is not None
-    assert attempt.encodings is case.encodings
 
 
 @pytest.mark.parametrize("known", [None, Encodings(namespace="n")])
@@ -543,11 +535,3 @@ def test_rows_state_when_an_item_is_encoded_again(
 @pytest.mark.parametrize("others", [True, False])
 def test_a_faulty_item_is_not_encoded_again(error: ProxyError, others: bool) -> None:
     assert encode_delay_s(encode_failure(error, others=others, falls_back=False)) is None
-
-
-def test_an_attempt_is_immutable() -> None:
-    case = failure(failed("prefill"))
-    before = case.attempt._replace()
-
-    assert next_attempt(case) != before
-    assert case.attempt == before

@@ -27,7 +27,9 @@ def gauges(running: object, waiting: object, engine: int = 0, model: str = "m") 
 
 
 def test_a_page_of_vllm_is_understood() -> None:
-    assert read_report(REAL) == Report(waiting=0, running=3, engines={0: 3}, kv_tokens=524288)
+    assert read_report(REAL) == Report(
+        waiting=0, running=3, engines={0: 3}, kv_tokens=524288, block_tokens=128
+    )
 
 
 def test_kv_transfers_of_all_engines_are_added() -> None:

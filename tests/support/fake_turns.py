@@ -95,7 +95,12 @@ class Turns:
         """Make an instance a new engine of the fleet."""
         engine = Engine(f"engine-{next(self._names)}")
         self.engines[engine.name] = engine
-        instance.metrics = page(f'vllm:cache_config_info{{block_size="{BLOCK}",engine="0"}} 1.0\n')
+        gauges = (
+            f'vllm:cache_config_info{{block_size="{BLOCK}",engine="0"}} 1.0',
+            'vllm:num_requests_running{engine="0"} 0.0',
+            'vllm:num_requests_waiting{engine="0"} 0.0',
+        )
+        instance.metrics = page("".join(f"{line}\n" for line in gauges))
         instance.version = engine.name
 
         async def chat(request: web.Request, body: Body) -> web.StreamResponse:

@@ -1,10 +1,8 @@
 """vLLM's publisher of KV events, on real ZeroMQ sockets: `ZmqEventPublisher` of vLLM 0.32."""
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from threading import Thread
 from typing import Any, Self
 
 import msgspec
@@ -12,8 +10,6 @@ import zmq
 
 SIZE = 16
 """Tokens of a block, as in vLLM's default."""
-
-END = (-1).to_bytes(8, "big", signed=True)
 
 
 def stored(
@@ -57,50 +53,35 @@ def batch(*events: dict[str, Any]) -> bytes:
 
 @dataclass
 class KVPublisher:
-    """A publisher. `replays`: whether it also serves past batches.
+    """A publisher.
 
     Attributes:
         port: its port; 0 until it has started for a free one.
-        kept: number of batches that it can replay.
-        endless: whether a replay repeats the first batch without an end.
-        replaying: whether such a replay has begun.
     """
 
     port: int = 0
-    replays: bool = False
-    kept: int = 100
-    endless: bool = False
-    replaying: bool = False
-    replay_port: int = field(default=0, init=False)
     _number: int = field(default=0, init=False)
     _subscribers: int = field(default=0, init=False)
 
     def __enter__(self) -> Self:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._past: deque[tuple[int, bytes]] = deque(maxlen=self.kept)
         self._number = self._subscribers = 0
         # An XPUB also reports subscriptions, so that no test has to wait for a time.
         self._socket = self._context.socket(zmq.XPUB)
         self._socket.set(zmq.XPUB_VERBOSER, 1)
-        self.port = self._bind(self._socket, self.port)
-        if self.replays:
-            self._replay = self._context.socket(zmq.ROUTER)
-            self.replay_port = self._bind(self._replay, self.replay_port)
-            self._stopped = False
-            self._thread = Thread(target=self._serve_replays, daemon=True)
-            self._thread.start()
+        self._socket.set(zmq.LINGER, 0)
+        if self.port:
+            self._socket.bind(f"tcp://127.0.0.1:{self.port}")
+        else:
+            self.port = self._socket.bind_to_random_port("tcp://127.0.0.1")
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self.replays:
-            self._stopped = True  # a socket belongs to one thread, which closes it
-            self._thread.join()
         self._context.destroy(0)
 
     @property
     def address(self) -> str:
-        replay = f"?replay={self.replay_port}" if self.replays else ""
-        return f"tcp://127.0.0.1:{self.port}{replay}"
+        return f"tcp://127.0.0.1:{self.port}"
 
     @property
     def subscribers(self) -> int:
@@ -115,7 +96,6 @@ class KVPublisher:
     def publish_raw(self, payload: bytes, *, sent: bool = True) -> None:
         """Publish a batch; or lose it on the way, if not `sent`."""
         number, self._number = self._number, self._number + 1
-        self._past.append((number, payload))
         if sent:
             self._socket.send_multipart((b"", number.to_bytes(8, "big"), payload))
 
@@ -123,37 +103,14 @@ class KVPublisher:
         """Send a message that is no batch."""
         self._socket.send_multipart(frames)
 
-    def _bind(self, socket: "zmq.Socket[bytes]", port: int) -> int:
-        socket.set(zmq.LINGER, 0)
-        if port:
-            socket.bind(f"tcp://127.0.0.1:{port}")
-            return port
-        return socket.bind_to_random_port("tcp://127.0.0.1")
-
-    def _serve_replays(self) -> None:
-        with self._replay as socket:
-            while not self._stopped:
-                if not socket.poll(50):
-                    continue
-                client, _, first = socket.recv_multipart()
-                self.replaying = self.endless
-                while self.endless and not self._stopped:
-                    socket.send_multipart((client, b"", b"", bytes(8), batch()))
-                for number, payload in list(self._past):
-                    if number >= int.from_bytes(first, "big"):
-                        socket.send_multipart(
-                            (client, b"", b"", number.to_bytes(8, "big"), payload)
-                        )
-                socket.send_multipart((client, b"", b"", END, b""))
-
 
 @contextmanager
-def publishers(count: int, **more: Any) -> Iterator[list[KVPublisher]]:
+def publishers(count: int) -> Iterator[list[KVPublisher]]:
     """Start publishers."""
     started: list[KVPublisher] = []
     try:
         for _ in range(count):
-            started.append(KVPublisher(**more).__enter__())  # noqa: PERF401 - closed if one fails
+            started.append(KVPublisher().__enter__())  # noqa: PERF401 - closed if one fails
         yield started
     finally:
         for one in started:

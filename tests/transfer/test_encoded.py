@@ -11,7 +11,6 @@ from epd.api.items import Body
 from epd.errors import UnknownMedia, UpstreamFailed
 from epd.routing.instances import Instance, Role
 from epd.transfer import Params
-from epd.transfer.ec import ECStoreTransfer
 from epd.transfer.encoded import (
     EncodedItem,
     OutputFacts,
@@ -20,6 +19,7 @@ from epd.transfer.encoded import (
 )
 from epd.transfer.kv import Handover
 from epd.transfer.nixl import Nixl
+from epd.transfer.registry import EC_TRANSFERS
 from tests.requests import Part, image, input_audio, request, text, video
 
 GRID = {"image_grid_thw": [1, 36, 54]}
@@ -107,7 +107,7 @@ def consumed(body: Body, *replies: tuple[str | None, OutputFacts], raw: bool = F
         EncodedItem(replace(item, content_key=key), reply, "encoded")
         for item, (key, reply) in zip(CHAT.items(body), replies, strict=True)
     ]
-    params = ECStoreTransfer().consumer_params(one.encoded for one in items)
+    params = EC_TRANSFERS["store"].consumer_params(one.encoded for one in items)
     return consumer_body(body, items, params, raw=raw).body
 
 

@@ -184,7 +184,7 @@ def test_nixl_reads_the_parameters_that_the_proxy_sends(vllm: Source) -> None:
 
 
 def test_raw_and_bare_items_of_one_modality_are_not_mixed(vllm: Source) -> None:
-    """`metadata_uuids` in `epd/transfer/encoded.py` relies on this."""
+    """`_metadata_uuids` in `epd/transfer/encoded.py` relies on this."""
     words = vllm.words("renderers")
 
     for modality in ("image", "audio", "video"):

@@ -70,8 +70,8 @@ class RouteSettings(BaseModel, frozen=True, extra="forbid", use_attribute_docstr
     their prefix caches hold is then known, and not estimated; needs the extra kv-events"""
     kv_events_addrs: EventAddresses = ()
     """addresses of KV events, comma-separated: tcp://host:port for all instances (* stands for the
-    instance's host), or URL=tcp://host:port for one; with ?replay=PORT, lost events are read again;
-    the rank of a data-parallel engine is added to the ports; default: tcp://*:5557"""
+    instance's host), or URL=tcp://host:port for one; the rank of a data-parallel
+    engine is added to the port; default: tcp://*:5557"""
     load_interval_s: SecondsOrNone = 1.0
     """seconds between two reads of an instance's waiting and running requests (its /metrics); 0:
     neither its load nor its namespace is read"""

@@ -190,7 +190,7 @@ async def _try_all(
     model = next((model.name for engine in instances for model in engine.models), None)
     if not requests or model is None:
         return None, ()
-    encoded = EC_TRANSFERS[config.ec_transfer]()
+    encoded = EC_TRANSFERS[config.ec_transfer]
     transfer = KV_TRANSFERS[config.kv_transfer]()
     peers = PeerRegistry(InstanceTable(), transfer, upstream, config)
     stages, headers = Stages(upstream), headers_of(config)

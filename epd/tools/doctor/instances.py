@@ -13,7 +13,7 @@ from epd.http.connection import Broken, Unreachable
 from epd.http.http1 import request_head, target_of
 from epd.http.pool import Pool
 from epd.json_or_none import json_or_none
-from epd.kv_events.addresses import EventSource, event_sources
+from epd.kv_events.addresses import event_endpoints
 from epd.routing.instances import Instance
 from epd.routing.reports import read_namespaces
 from epd.tools.doctor.facts import InstanceFacts, ModelFacts, Trial, read_preparation
@@ -124,15 +124,15 @@ def _skew_s(answer: Answer) -> float | None:
 
 async def try_subscription(instance: Instance, addresses: Sequence[str], timeout_s: float) -> Trial:
     """Return whether each engine of an instance accepts a subscriber to its KV events."""
-    return await asyncio.to_thread(_subscribe, event_sources(instance, addresses), timeout_s)
+    return await asyncio.to_thread(_subscribe, event_endpoints(instance, addresses), timeout_s)
 
 
-def _subscribe(sources: Iterable[EventSource], timeout_s: float) -> Trial:
+def _subscribe(endpoints: Iterable[str], timeout_s: float) -> Trial:
     import zmq  # noqa: PLC0415 - of the extra `kv-events`
 
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
-        for endpoint, _ in sources:
+        for endpoint in endpoints:
             socket = context.socket(zmq.SUB)
             socket.set(zmq.IPV6, 1)
             monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)

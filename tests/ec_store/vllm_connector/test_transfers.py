@@ -12,8 +12,9 @@ import torch
 
 from epd.routing.instances import Instance, Role
 from epd.routing.table import InstanceTable
-from epd.transfer.ec import ECMooncake, ECNixl, ECTransfer
+from epd.transfer.ec import ECTransfer
 from epd.transfer.encoded import OutputFacts, read_encoded
+from epd.transfer.registry import EC_TRANSFERS
 
 ADDRESS = "tcp://127.0.0.1:19019"
 
@@ -37,7 +38,7 @@ def encoded(
 def test_mooncake_consumer_waits_for_pushed_outputs(vllm: Any, transfers: Any, keys: str) -> None:
     consumer = Instance(Role.PREFILL_DECODE, "http://pd:1", ec_zmq_addrs=(ADDRESS,))
     place = InstanceTable([consumer]).reserve_place(consumer)
-    mooncake, producer = ECMooncake(), transfers.MooncakeProducer()
+    mooncake, producer = EC_TRANSFERS["mooncake"], transfers.MooncakeProducer()
     items, pushes = list[OutputFacts](), list[tuple[str, str, str]]()
     for key in keys:  # one request each
         asked = mooncake.encode_params(place, 1)
@@ -55,7 +56,7 @@ def test_mooncake_consumer_waits_for_pushed_outputs(vllm: Any, transfers: Any, k
 
 def test_mooncakes_producer_pushes_both_features_of_a_video(vllm: Any, transfers: Any) -> None:
     consumer = Instance(Role.PREFILL_DECODE, "http://pd:1", ec_zmq_addrs=(ADDRESS,))
-    mooncake, producer = ECMooncake(), transfers.MooncakeProducer()
+    mooncake, producer = EC_TRANSFERS["mooncake"], transfers.MooncakeProducer()
     asked = mooncake.encode_params(InstanceTable([consumer]).reserve_place(consumer), 2)
     request = transfers.asked(vllm, ["sound", "film"], asked)
     request.mm_features[0].modality, request.mm_features[1].modality = "audio", "video"
@@ -98,7 +99,7 @@ def steps(consumers: Sequence[Any], producer: Any, request: Any) -> None:
 def test_any_number_of_consumers_reads_from_the_encode_instances_memory(
     vllm: Any, transfers: Any, side_channel: int
 ) -> None:
-    nixl = ECNixl()
+    nixl = EC_TRANSFERS["nixl"]
     with (
         transfers.memory(vllm, "ec_producer") as producer,
         transfers.memory(vllm, "ec_consumer") as one,
@@ -126,5 +127,8 @@ def test_an_output_outside_memory_has_no_address_and_no_metadata(
     with transfers.memory(vllm, "ec_producer") as producer:
         _, reply = producer.request_finished(transfers.asked(vllm, ["key"], None))
 
-        assert encoded(ECNixl(), reply, None).metadata == {}
-        assert ECNixl().missing_field(encoded(ECNixl(), reply, None)) == "peer_host"
+        assert encoded(EC_TRANSFERS["nixl"], reply, None).metadata == {}
+        assert (
+            EC_TRANSFERS["nixl"].missing_field(encoded(EC_TRANSFERS["nixl"], reply, None))
+            == "peer_host"
+        )
