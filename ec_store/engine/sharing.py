@@ -11,7 +11,6 @@ from ec_store.engine.region import Region, SharedRegion
 from ec_store.engine.tensors import as_tensor
 from ec_store.engine.threads import PeriodicThread
 from ec_store.entry import HeldEntry
-from ec_store.keys import EntryKey
 
 logger = logging.getLogger("vllm.ec_store")
 
@@ -31,7 +30,7 @@ class EntryLoad(NamedTuple):
 
 
 class Sharing:
-    """Source of the entries that the scheduler fetches from the host's memory.
+    """Maker of the loads of steps, with entries in the host's memory.
 
     They stay pinned there while they are needed: a step has their places, or their bytes until all
     workers have mapped the memory. A thread releases pins while the engine is idle.
@@ -39,7 +38,6 @@ class Sharing:
 
     def __init__(self, store: ArenaStore, region: Region) -> None:
         self._region = region
-        self._pin = store.pin
 
         def release_pins() -> bool:
             region.release()
@@ -55,10 +53,6 @@ class Sharing:
     def close(self) -> None:
         self._thread.close()
         self._region.close()
-
-    def get(self, key: EntryKey) -> PlacedEntry | None:
-        """Pin an entry in the host's memory."""
-        return self._pin(key)
 
     def loads(self, entries: Mapping[str, HeldEntry]) -> dict[str, EntryLoad]:
         """Return the next step's loads, by identifier.

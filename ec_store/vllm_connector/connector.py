@@ -21,6 +21,8 @@ from ec_store.engine.host_memory import HostMemory, HostUsage, host_gauges, usag
 from ec_store.engine.registration import NamespaceRegistration
 from ec_store.engine.sharing import EntryLoad, Sharing, make_loads, open_sharing
 from ec_store.engine.tensors import Loader
+from ec_store.entry import HeldEntry
+from ec_store.keys import EntryKey
 from ec_store.opening import open_store
 from ec_store.urls import fetch_threads, parse_url
 from ec_store.vllm_connector.config import ConnectorConfig
@@ -124,10 +126,12 @@ class ECStoreConnector(ECConnectorBase):
         model_config = vllm_config.model_config
         resolver = PlaceholderMetadataResolver(model_config)
         if self.is_consumer:
+            read: Callable[[EntryKey], HeldEntry | None] = self._store.get
             if isinstance(self._store, ArenaStore):
                 self._sharing = open_sharing(self._store, vllm_config.parallel_config)
+                read = self._store.get if self._sharing is None else self._store.pin
             self._fetcher = Fetcher(
-                self._sharing or self._store,
+                read,
                 self.namespace,
                 counts=self.counts,
                 timeout_s=config.timeout_s,
