@@ -38,6 +38,7 @@ class Sharing:
 
     def __init__(self, store: ArenaStore, region: Region) -> None:
         self._region = region
+        self._logged = False
 
         def release_pins() -> bool:
             region.release()
@@ -64,6 +65,9 @@ class Sharing:
             for identifier, entry in entries.items()
             if isinstance(entry, PlacedEntry) and self._region.have_mapped(entry.place.arena)
         }
+        if places and not self._logged:
+            self._logged = True
+            logger.info("all workers have mapped the shared memory: steps refer to entries in it")
         loads = make_loads(entries, places)
         self._region.send([entries[identifier] for identifier in places])
         return loads

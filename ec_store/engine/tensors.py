@@ -232,6 +232,7 @@ class Loader:
             )
         else:
             self.reader.has_read(0)
+            logger.info("worker %d has mapped the memory that the scheduler shares", self._number)
 
     def finish(self, number: int) -> None:
         """Report steps up to this one as loaded, once their copies have been made."""
