@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from urllib.parse import urlsplit
 
 from ec_store.aio import THREADS, AsyncStore, on_thread
-from ec_store.arena.url import ArenaOptions
+from ec_store.arena.url import ArenaOptions, arena_options
 from ec_store.base import Store
 from ec_store.concurrency import DaemonPool
 from ec_store.config import redacted
@@ -93,5 +93,5 @@ async def open_proxy_store(url: str) -> ProxyStore:
     if urlsplit(url).scheme == "shm":
         from ec_store.arena.aio_store import AsyncArenaStore  # noqa: PLC0415
 
-        return AsyncArenaStore.from_url(url)
+        return AsyncArenaStore(arena_options(url))
     return await open_async_store(url, create=False, lazy=True)

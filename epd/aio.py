@@ -220,7 +220,6 @@ class Flights(Generic[K, V]):
         return await self._wait(key, flight)
 
     async def close(self) -> None:
-        """Cancel all runs, and wait for their end."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -1,20 +1,20 @@
 """`epd check`: the settings of `epd serve` with their sources, and the files that they name."""
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 from epd.config import ConfigInvalid, ProxyConfig
 from epd.config.flags import add_flags
-from epd.config.load import Loaded, as_json, as_yaml, load
+from epd.config.load import Loaded, as_yaml, load
 from epd.discovery.entries import EntriesInvalid
 from epd.discovery.watching import check_file
 from epd.edge.files import read_keys
 from epd.edge.listening import server_context
 from epd.http.tls import TlsInvalid, upstream_context
-from epd.media.forward_proxy import ProxyInvalid, check_proxies
+from epd.media.forward_proxy import ProxyInvalid, forward_proxies
 from epd.observe.tracing import TracesUnavailable, check_tracing
 from epd.parser import Commands, Parser
 from epd.tenants import KeysInvalid
@@ -30,13 +30,7 @@ def add_parser(commands: Commands) -> None:
         "and print all settings with their sources, as a file for --config. Secrets are hidden. "
         "Nothing is started.",
         epilog="example: epd check --config epd.yaml",
-        usage="epd check [--format yaml|json] [FLAG of epd serve ...]",
-    )
-    parser.add_argument(
-        "--format",
-        choices=("yaml", "json"),
-        default="yaml",
-        help="format of the output (default: yaml)",
+        usage="epd check [FLAG of epd serve ...]",
     )
     add_settings_command(parser, _check)
 
@@ -47,9 +41,8 @@ def add_settings_command(parser: Parser, run: Callable[..., None]) -> None:
     parser.set_defaults(run=partial(run, parser))
 
 
-def _check(parser: Parser, *, format: str = "yaml", **flags: Any) -> None:  # noqa: A002 - a flag's name
-    loaded = load_or_exit(parser, flags)
-    print(as_json(loaded) if format == "json" else as_yaml(loaded))
+def _check(parser: Parser, **flags: Any) -> None:
+    print(as_yaml(load_or_exit(parser, flags)))
 
 
 def load_or_exit(parser: Parser, flags: Mapping[str, Any]) -> Loaded:
@@ -65,11 +58,7 @@ def load_or_exit(parser: Parser, flags: Mapping[str, Any]) -> Loaded:
     return loaded
 
 
-EVENTS_NEED = ("msgspec", "zmq")
-"""Libraries of `--kv-events`."""
-
-
-def unusable_files(config: ProxyConfig, events_need: Sequence[str] = EVENTS_NEED) -> Iterator[str]:
+def unusable_files(config: ProxyConfig) -> Iterator[str]:
     """Yield an error message for each file, library or variable that cannot be used."""
     yield from _problems(lambda: server_context(config))
     yield from _problems(lambda: upstream_context(config.upstream_ca_file))
@@ -80,14 +69,9 @@ def unusable_files(config: ProxyConfig, events_need: Sequence[str] = EVENTS_NEED
         )
     yield from _problems(lambda: check_tracing(config))
     if config.media_fetch_trust_env:
-        yield from _problems(check_proxies)
-    if config.kv_events and (
-        missing := [module for module in events_need if find_spec(module) is None]
-    ):
-        yield (
-            "--kv-events needs pip install '.[kv-events]' in the checkout: there is no "
-            f"{' and no '.join(missing)}"
-        )
+        yield from _problems(forward_proxies)
+    if config.kv_events and find_spec("zmq") is None:
+        yield "--kv-events needs pip install '.[kv-events]' in the checkout: there is no zmq"
     yield from _problems(lambda: read_keys(config), "--api-keys-file ")
 
 

@@ -172,7 +172,6 @@ class ProxyError(Exception):
 
     @property
     def detail(self) -> dict[str, Any]:
-        """The `error` object of the answer."""
         kind = TYPES.get(self.status, "BadRequestError")
         return {"message": self.message, "type": kind, "param": self.param, "code": self.status}
 
@@ -204,7 +203,6 @@ class ProxyError(Exception):
         return 400 <= self.status < 500 and self.status not in NOT_CLIENTS  # noqa: PLR2004
 
     def body(self) -> bytes:
-        """Return the JSON body of the answer."""
         return orjson.dumps({"error": self.detail})
 
 
@@ -404,7 +402,6 @@ class UpstreamBusy(Overloaded):
 
     @property
     def rest_s(self) -> float | None:  # type: ignore[override]
-        """The `Retry-After` of the instance, in seconds."""
         return self.retry_after_s
 
 
@@ -455,11 +452,9 @@ class UpstreamRejected(ProxyError):
 
     @property
     def detail(self) -> dict[str, Any]:
-        """The `error` object of the instance, with the part of the request if it is known."""
         return self._error if self.param is None else self._error | {"param": self.param}
 
     def body(self) -> bytes:
-        """Return the bytes of the instance, where they need no change."""
         return self._reply if self._reply and self.param is None else super().body()
 
     @property

@@ -26,7 +26,6 @@ class Histogram:
         self.sum = 0.0
 
     def add(self, value: float) -> None:
-        """Add one value to the counts and to the sum."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 
@@ -168,7 +167,6 @@ class RequestRecord:
         self.at = target
 
     def add_policy(self, name: str) -> None:
-        """Add the policy that decided the stages."""
         self.policy = name
 
     def add_stage(self, event: StageDone) -> None:
@@ -186,15 +184,12 @@ class RequestRecord:
         self.hits, self.waits = {}, 0
 
     def add_places(self, places: Sequence[tuple[str, str]]) -> None:
-        """Add the places of the items for which the policy decides, with the reasons."""
         self.places = Counter(places)
 
     def add_wait(self) -> None:
-        """Add an item that waited for another request's encode."""
         self.waits += 1
 
     def add_items(self, items: Sequence[tuple[ItemResult, Modality]]) -> None:
-        """Add all items of the request."""
         self.items = Counter([result for result, _ in items])
         self.hits = Counter([modality for result, modality in items if result == "hit"])
 
@@ -227,7 +222,6 @@ class RequestRecord:
         self.answer_bytes += size_bytes
 
     def set_answer(self, size_bytes: int) -> None:
-        """Set the size of an answer that is sent whole."""
         self.answer_bytes = size_bytes
 
     def set_tenant(self, name: str) -> None:

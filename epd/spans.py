@@ -8,7 +8,7 @@ Attributes follow the semantic conventions for HTTP and generative AI; the proxy
 `epd.`. They contain no prompts, media, keys or tenants. URLs are those of instances and of routes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Self
 from urllib.parse import urlsplit
@@ -28,27 +28,6 @@ MAX_MODEL = 128
 W3C = TraceContextTextMapPropagator()
 
 
-class Tracer:
-    """Creates the root span of each request. Child spans share its trace."""
-
-    def __init__(self, tracer: trace.Tracer) -> None:
-        self._tracer = tracer
-
-    def request(self, method: str, route: str, headers: Mapping[str, str]) -> "RequestSpan":
-        """Start the span of a request to the declared path of a route.
-
-        `headers` are the client's `traceparent` and `tracestate`, as far as it sent them. An
-        invalid `traceparent` starts a new trace.
-        """
-        span = self._tracer.start_span(
-            f"{method} {route}",
-            W3C.extract(headers, Context()) if headers else Context(),
-            SpanKind.SERVER,
-            {"http.request.method": method, "http.route": route},
-        )
-        return RequestSpan(self._tracer, span)
-
-
 class Span:
     """A span of time within a request: a context manager that ends the span at its exit.
 
@@ -65,7 +44,6 @@ class Span:
         W3C.inject(self.headers, trace.set_span_in_context(span, Context()))
 
     def record_status(self, status: int) -> None:
-        """Record the HTTP status of an instance's answer."""
         self._span.set_attribute("http.response.status_code", status)
 
     def event(self, name: str) -> None:
@@ -93,16 +71,28 @@ class Span:
 
 
 class RequestSpan:
-    """The root span of a client's request, from its head to its end."""
+    """The root span of a client's request. Child spans share its trace."""
 
     __slots__ = ("_children", "_context", "_span", "_tracer", "headers", "trace_id")
 
-    def __init__(self, tracer: trace.Tracer, span: trace.Span) -> None:
+    def __init__(
+        self, tracer: trace.Tracer, method: str, route: str, headers: Mapping[str, str]
+    ) -> None:
+        """Start the span of a request to the declared path of a route.
+
+        `headers` are the client's `traceparent` and `tracestate`, as far as it sent them. An
+        invalid `traceparent` starts a new trace.
+        """
         self._tracer = tracer
-        self._span = span
-        self._context = trace.set_span_in_context(span, Context())
+        self._span = tracer.start_span(
+            f"{method} {route}",
+            W3C.extract(headers, Context()) if headers else Context(),
+            SpanKind.SERVER,
+            {"http.request.method": method, "http.route": route},
+        )
+        self._context = trace.set_span_in_context(self._span, Context())
         self._children: dict[tuple[str, str | None], tuple[int, Span]] = {}
-        self.trace_id = trace.format_trace_id(span.get_span_context().trace_id)
+        self.trace_id = trace.format_trace_id(self._span.get_span_context().trace_id)
         self.headers: dict[str, str] = {}
         W3C.inject(self.headers, self._context)
 
@@ -132,7 +122,6 @@ class RequestSpan:
         return child
 
     def latest_child(self, name: str, item: MMItem) -> Span | None:
-        """Return the latest child of this name for an item, or None."""
         found = self._children.get((name, item.param_path))
         return None if found is None else found[1]
 
@@ -154,6 +143,10 @@ class RequestSpan:
                 self._span.set_status(Status(StatusCode.ERROR))
         self._span.set_attributes(attributes)
         self._span.end()
+
+
+Tracer = Callable[[str, str, Mapping[str, str]], RequestSpan]
+"""Starts the span of a request, of its method, its route and its headers."""
 
 
 @lru_cache(maxsize=1024)

@@ -23,7 +23,6 @@ class StateLog:
             )
 
     def record_success(self) -> None:
-        """Record a success; log the end of a failure."""
         if self._reason is not None:
             self._reason = None
             structlog.get_logger("epd").info(f"{self._what} again", **self._fields)

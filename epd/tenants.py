@@ -54,7 +54,6 @@ class ApiKeys:
         self._tenants = dict(tenants)
 
     def replace(self, others: "ApiKeys") -> None:
-        """Replace all keys by those of another object."""
         self._tenants = others._tenants  # noqa: SLF001 - of this class
 
     def tenant_of(self, key: str) -> Tenant | None:

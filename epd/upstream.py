@@ -11,8 +11,6 @@ import ssl
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
 from typing import NamedTuple, Self
 
 from epd.api.body import Pieces
@@ -110,7 +108,6 @@ class Answer(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        """Whether the status is a 2xx."""
         return is_success(self.status)
 
 
@@ -119,7 +116,8 @@ class Reply:
     """An answer after its head. It must be closed, or used as a context manager.
 
     The deadline of its body, `_until_s`, is on the event loop's clock; `_late` is the slug of a
-    timeout. `_release` pools the connection of a complete answer, and closes any other.
+    timeout. Each read and wait raises `UpstreamFailed` if the body was cut off, and
+    `UpstreamTimeout` if nothing was received for `idle_s` seconds.
 
     Attributes:
         status: HTTP status.
@@ -127,11 +125,11 @@ class Reply:
         ok: whether the status is a 2xx. A page of HTML is not from vLLM, whatever its status.
     """
 
+    _pool: Pool
     _connection: Connection
     _stage: Stage
     _until_s: float
     _late: str
-    _release: Callable[[], None]
     _body: bytes | None = None
     _ahead: bytes = b""
     status: int = field(init=False)
@@ -149,10 +147,11 @@ class Reply:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._release()
+        self.close()
 
     def close(self) -> None:
-        self._release()
+        """Pool the connection of a complete answer, and close any other."""
+        self._pool.give_back(self._connection)
 
     @property
     def is_stream(self) -> bool:
@@ -161,7 +160,6 @@ class Reply:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the whole body has been read."""
         return self._body is not None
 
     @property
@@ -170,11 +168,9 @@ class Reply:
         return len(self._ahead if self._body is None else self._body)
 
     async def read(self, *, idle_s: float, limit: int = MAX_ANSWER_BYTES) -> bytes:
-        """Return the whole body. Further calls return it again.
+        """Return the whole body; raise `AnswerTooLarge` above `limit` bytes.
 
-        Raises:
-            UpstreamFailed: it is larger than `limit` bytes, or was cut off.
-            UpstreamTimeout: nothing was received for `idle_s` seconds.
+        Further calls return it again.
         """
         if self._body is not None:
             return self._body
@@ -193,10 +189,6 @@ class Reply:
         """Return the whole body. Return None after a part of a size that may not be held.
 
         `may_hold` gets the size of each part. After None, `chunk` first returns what was read.
-
-        Raises:
-            UpstreamFailed: the body was cut off.
-            UpstreamTimeout: nothing was received for `idle_s` seconds.
         """
         answer = self._connection.answer
         if answer.complete and not self._ahead and may_hold(answer.held):
@@ -216,26 +208,13 @@ class Reply:
         return read
 
     async def wait_body(self, idle_s: float) -> None:
-        """Wait for the first byte of the body.
-
-        Raises:
-            UpstreamFailed: the connection broke.
-            UpstreamTimeout: nothing was received for `idle_s` seconds.
-        """
-        if self._connection.answer.complete or self._connection.answer.held:
-            return
         try:
             await self._connection.wait_body(self._deadline_s(idle_s))
         except FAILURES as error:
             raise self._broken_error(error) from underlying_error(error)
 
     async def chunk(self, idle_s: float) -> bytes:
-        """Return the next received part of the body; empty at its end.
-
-        Raises:
-            UpstreamFailed: the body was cut off.
-            UpstreamTimeout: nothing was received for `idle_s` seconds.
-        """
+        """Return the next received part of the body; empty at its end."""
         if self._ahead:
             ahead, self._ahead = self._ahead, b""
             return ahead
@@ -258,12 +237,7 @@ class Reply:
     async def pour_body(self, sink: Sink, idle_s: float) -> bool:
         """Pass the body to `sink` as it is received, without waking a task, while it accepts more.
 
-        Returns:
-            Whether the body has ended.
-
-        Raises:
-            UpstreamFailed: the body was cut off.
-            UpstreamTimeout: nothing was received for `idle_s` seconds.
+        Return whether the body has ended.
         """
         if self._ahead:
             ahead, self._ahead = self._ahead, b""
@@ -292,24 +266,12 @@ class Upstream:
 
     @classmethod
     @asynccontextmanager
-    async def connect(
-        cls,
-        connect_timeout_s: float,
-        ca_file: Path | None = None,
-        tls: ssl.SSLContext | None = None,
-    ) -> AsyncIterator[Self]:
+    async def connect(cls, tls: ssl.SSLContext | None = None) -> AsyncIterator[Self]:
         """Return a client with a pool, which is closed at the exit.
 
-        It verifies instances by `tls`, or else by the file of CAs.
-
-        Raises:
-            TlsInvalid: the file of CAs is invalid.
+        It verifies instances by `tls`, or else by the system's CAs.
         """
-        pool = Pool(
-            tls or upstream_context(ca_file),
-            connect_timeout_s=connect_timeout_s,
-            keep_alive_s=KEEP_ALIVE_S,
-        )
+        pool = Pool(tls or upstream_context(None), keep_alive_s=KEEP_ALIVE_S)
         try:
             yield cls(pool)
         finally:
@@ -341,10 +303,8 @@ class Upstream:
             UpstreamTimeout: no head was received within `head_timeout_s` seconds.
         """
         until_s = asyncio.get_running_loop().time() + head_timeout_s
-        request = _request(url, headers, body, stage)
-        connection = await self._exchange(request, stage, until_s, on_sent)
-        release = partial(self._pool.give_back, connection)
-        return Reply(connection, stage, math.inf, f"{stage}_stalled", release)
+        connection = await self._exchange(_request(url, headers, body, stage), until_s, on_sent)
+        return Reply(self._pool, connection, stage, math.inf, f"{stage}_stalled")
 
     async def fetch(
         self,
@@ -362,18 +322,12 @@ class Upstream:
             UpstreamTimeout: the answer was not complete within `timeout_s` seconds.
         """
         until_s = asyncio.get_running_loop().time() + timeout_s
-        request = _request(url, headers, body, stage)
-        connection = await self._exchange(request, stage, until_s)
-        release = partial(self._pool.give_back, connection)
-        with Reply(connection, stage, until_s, f"{stage}_timeout", release) as reply:
+        connection = await self._exchange(_request(url, headers, body, stage), until_s)
+        with Reply(self._pool, connection, stage, until_s, f"{stage}_timeout") as reply:
             return Answer(reply.status, reply.headers, await reply.read(idle_s=timeout_s))
 
     async def _exchange(
-        self,
-        request: "_Request",
-        stage: Stage,
-        until_s: float,
-        on_sent: Callable[[], None] | None = None,
+        self, request: "_Request", until_s: float, on_sent: Callable[[], None] | None = None
     ) -> Connection:
         """Send a request, and return its connection after the head of the answer.
 
@@ -382,7 +336,7 @@ class Upstream:
         answer, this says nothing about the instance. If the instance then accepts no new
         connection, it died while it had the request.
         """
-        origin = request.target.origin
+        origin, stage = request.target.origin, request.stage
         try:
             connection = self._pool.take_connection(origin) or await self._pool.connect(
                 origin, until_s
@@ -393,7 +347,7 @@ class Upstream:
                 connection.abort()
                 if not (isinstance(error, Broken) and connection.is_stale):
                     raise
-                connection = await _send_again(self._pool, request, until_s, error)
+                connection = await self._send_again(request, until_s, error)
         except FAILURES as error:
             raise stage_error(error, stage, broken=f"{stage}_failed") from underlying_error(error)
         if connection.answer.headers.get("Content-Encoding", "identity").lower() != "identity":
@@ -415,8 +369,7 @@ class Upstream:
         """
         until_s = asyncio.get_running_loop().time() + timeout_s
         try:
-            request = _request(url, {}, None, "proxy")
-            connection = await _send_on_new(self._pool, request, until_s)
+            connection = await self._send_on_new(_request(url, {}, None, "proxy"), until_s)
         except UpstreamUnreachable:
             return False
         except FAILURES as error:
@@ -427,45 +380,41 @@ class Upstream:
         connection.abort()
         return is_success(connection.answer.status)
 
+    async def _send_again(self, request: "_Request", until_s: float, broken: Broken) -> Connection:
+        try:
+            return await self._send_on_new(request, until_s)
+        except Unreachable as error:
+            if isinstance(broken, Died):
+                raise Died from underlying_error(error)
+            raise
 
-@dataclass(slots=True)
-class _Request:
+    async def _send_on_new(self, request: "_Request", until_s: float) -> Connection:
+        connection = await self._pool.connect(request.target.origin, until_s)
+        connection.reusable = False
+        try:
+            head = request.head("Connection: close\r\n")
+            await connection.send_request(head, request.body or (), until_s)
+        except BaseException:
+            connection.abort()
+            raise
+        return connection
+
+
+class _Request(NamedTuple):
     target: Target
     headers: Mapping[str, str]
     body: Pieces | None
+    stage: Stage
 
     def head(self, more: str = "") -> bytes:
-        """Return the head, with additional header lines."""
         length = None if self.body is None else sum(map(len, self.body))
         return request_head(self.target, self.headers, length, OURS + more)
 
 
 def _request(url: str, headers: Mapping[str, str], body: Pieces | None, stage: Stage) -> _Request:
     try:
-        return _Request(target_of(url), headers, body)
+        return _Request(target_of(url), headers, body, stage)
     except ValueError as error:
         raise UpstreamUnreachable(
             f"the URL of the {stage} instance is invalid", slug=f"{stage}_failed", stage=stage
         ) from error
-
-
-async def _send_again(pool: Pool, request: _Request, until_s: float, broken: Broken) -> Connection:
-    try:
-        return await _send_on_new(pool, request, until_s)
-    except Unreachable as error:
-        if isinstance(broken, Died):
-            raise Died from underlying_error(error)
-        raise
-
-
-async def _send_on_new(pool: Pool, request: _Request, until_s: float) -> Connection:
-    connection = await pool.connect(request.target.origin, until_s)
-    connection.reusable = False
-    try:
-        await connection.send_request(
-            request.head("Connection: close\r\n"), request.body or (), until_s
-        )
-    except BaseException:
-        connection.abort()
-        raise
-    return connection

@@ -6,7 +6,6 @@ PYTHONPATH=. .venv/bin/python scripts/bench_arena.py full --scale 0.01
 
 import argparse
 import multiprocessing
-import os
 import random
 import statistics
 import subprocess
@@ -22,11 +21,9 @@ from typing import Any
 import numpy as np
 
 from ec_store import Entry, EntryKey
-from ec_store.arena.connection import ArenaConnection
 from ec_store.arena.extents import ExtentAllocator
 from ec_store.arena.index import ArenaIndex, Client, Slot
 from ec_store.arena.memory import copy_out
-from ec_store.arena.protocol import GetStats, Stats
 from ec_store.arena.store import ArenaStore
 from ec_store.arena.url import arena_options
 from ec_store.base import Store
@@ -106,6 +103,7 @@ def copies(rounds: int) -> None:
 
     The plain copies go through numpy's own memory, which may have huge pages, and through pages of
     the host's memory. As an entry does, they take another place in each round, so no cache has it.
+    Each has a target of its own, which is as long unused as the consumer's.
     """
     size_bytes = 2 * 2**30
     with serving("2GiB") as path, opened(path) as store:
@@ -115,7 +113,8 @@ def copies(rounds: int) -> None:
         consumer.start()
         private, shared = np.ones(size_bytes // 2, np.uint8), mapped(store)
         for size in (33 * MB, 150 * MB):
-            source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)
+            source = np.ones(size, np.uint8)
+            targets = {name: np.zeros(size, np.uint8) for name in ("numpy's", "shared")}
             for n in range(size_bytes // size + 1):  # so that each further entry evicts
                 store.put(key(f"{size}-{n}-before"), entry(source.data))
             time.sleep(2)  # until the server has their checksums
@@ -130,7 +129,7 @@ def copies(rounds: int) -> None:
                     place = memory[-(n * size) % (len(memory) - size) & ~4095 :][:size]
                     began_s = time.perf_counter()
                     np.copyto(place, source)
-                    np.copyto(target, place)
+                    np.copyto(targets[name], place)
                     times[name].append(time.perf_counter() - began_s)
                 began_s = time.perf_counter()
                 store.put(key(f"{size}-{n}"), entry(source.data))
@@ -296,67 +295,12 @@ def allocations(entries: int) -> None:
     )
 
 
-def kills(count: int) -> None:
-    """Kill a writer this many times, while it writes; look for what is lost or still held."""
-    lost = written = 0
-    with serving("1GiB") as path, opened(path) as store:
-        for n in range(count):
-            read, write = os.pipe()
-            child = FORK.Process(target=write_on, args=(path, n, write))
-            child.start()
-            os.close(write)
-            with os.fdopen(read, "rb", buffering=0) as acknowledged:
-                done = len(acknowledged.read(8) or b"") // 8
-                time.sleep(random.uniform(0.0, 0.03))  # noqa: S311
-                child.kill()
-                child.join()
-                done += len(acknowledged.readall()) // 8
-            written += done
-            names = {row.info.key for row in store.ls() if row.info}
-            lost += sum(key(f"{n}{m:09}") not in names for m in range(done))
-            lost += sum(not is_whole(store.get(name), name) for name in names)
-            store.purge(NAMESPACE)
-        held = statistics_of(path)
-        print(f"{count} kills: {written} entries written, {lost} lost or wrong, then held: {held}")
-
-
-def write_on(path: Path, n: int, pipe: int) -> None:
-    """Write entries until this process is killed; write 8 bytes to a pipe for each."""
-    with opened(path) as store:
-        for m in range(10**9):
-            name = f"{n}{m:09}"
-            size = random.Random(name).randrange(2**16, 2**20)  # noqa: S311 - no secret
-            data = int(name).to_bytes(8, "little") * (size // 8)
-            if store.put(key(name), entry(memoryview(data))):
-                os.write(pipe, bytes(8))
-
-
-def is_whole(found: Entry | None, name: EntryKey) -> bool:
-    """Return whether an entry is there, with the bytes of its name alone."""
-    if found is None:
-        return False
-    right = int(name.identifier).to_bytes(8, "little")
-    return bytes(found.data) == right * (found.data.nbytes // 8)
-
-
-def statistics_of(path: Path) -> str:
-    """Return what clients hold, once the server has seen the end of the last one."""
-    connection = ArenaConnection(str(path), "proxy", 60)
-    for _ in range(100):
-        stats, _ = connection.call(GetStats(), Stats)
-        if not stats.gone_bytes:
-            break
-        time.sleep(0.05)
-    names = ("entries", "taken_bytes", "pinned_bytes", "begun_bytes", "gone_bytes")
-    return ", ".join(f"{name} {getattr(stats, name)}" for name in names)
-
-
 def main() -> None:
     """Print one line for each measurement."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parts = ("copies", "trips", "full", "kills")
+    parts = ("copies", "trips", "full")
     parser.add_argument("parts", nargs="*", default=parts, help=f"of {', '.join(parts)}")
     parser.add_argument("--scale", type=float, default=1.0, help="share of the rounds and entries")
     args = parser.parse_args()
@@ -367,8 +311,6 @@ def main() -> None:
     if "full" in args.parts:
         full(round(100_000 * args.scale))
         allocations(round(100_000 * args.scale))
-    if "kills" in args.parts:
-        kills(round(300 * args.scale))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,10 @@
 """Chaos test: the proxy under load while instances, store and clients fail at random.
 
     .venv/bin/python scripts/chaos.py --seconds 60 --seed 1
-    .venv/bin/python scripts/chaos.py --kill-every 5 --concurrency 200 --seconds 120
 
 It starts fake instances, a store and `epd serve`, each in a process. It sends requests, injects
 faults, and checks every response. It ends with a report. The exit code is 1 if a request was lost,
 a response was wrong, an error was not excused by an active fault, or a resource was leaked.
-
-With --kill-every, the only fault is that one instance of each role is killed and restarted
-repeatedly. Then only requests with a response that had begun may fail.
 
 With --workers, several processes serve, and all but the first are killed, each about once in 45 s.
 Only the requests that the worker had accepted may fail with it. The invariants are checked in each
@@ -31,15 +27,7 @@ import aiohttp
 from epd.routing.instances import Role
 from epd.tools.up.ports import free_ports
 from epd.tools.up.settings import Topology
-from scripts.chaos_faults import (
-    Faults,
-    excused,
-    excused_by_a_kill,
-    kill_workers,
-    kills,
-    plan,
-    storm,
-)
+from scripts.chaos_faults import Faults, kill_workers, plan, storm
 from scripts.chaos_fleet import DiskStore, Instance, RedisStore
 from scripts.chaos_load import MAX_BODY_BYTES, Clients, Line, Questions, ask
 from scripts.chaos_proxy import Proxy, answered, kills_of_workers, not_asked_by, under_way
@@ -52,14 +40,10 @@ PROXY_FLAGS = {
     "--idle-timeout-s": 8,
     "--request-timeout-s": 40,
     "--suspect-s": 2,
-    "--connect-timeout-s": 2,
     "--ec-store-budget-s": 0.5,
     "--max-body-bytes": MAX_BODY_BYTES,
     "--eject-s": 2,
-    "--eject-max-s": 8,
     "--probe-interval-s": 1,
-    "--probe-backoff-s": 0.5,
-    "--probe-backoff-max-s": 4,
     "--health-timeout-s": 2,
 }
 """Deadlines short enough to end a fault, and long enough for a busy machine; ejections are short.
@@ -87,7 +71,6 @@ class Stand:
     memory: list[Sample] = field(default_factory=list)
 
     async def watch(self, until: asyncio.Event) -> None:
-        """Record the proxy's memory once per second."""
         clock = asyncio.get_running_loop().time
         while not until.is_set():
             self.proxy.check_alive()
@@ -178,13 +161,10 @@ async def run(args: argparse.Namespace, folder: Path) -> Figures:
         await weather(args, stand, clients, faults)
         left = await remains(stand, clients, fds)
         left = replace(left, processes=stand.proxy.stop(), surprises=stand.proxy.surprises())
-        excuse = excused_by_a_kill if args.kill_every else excused
-        cuts = stand.proxy.cuts
-        return figures(Seen(clients.outcomes, faults.seen, cuts, stand.memory, left), excuse)
+        return figures(Seen(clients.outcomes, faults.seen, stand.proxy.cuts, stand.memory, left))
 
 
 async def weather(args: argparse.Namespace, stand: Stand, clients: Clients, faults: Faults) -> None:
-    """Send requests and inject faults for `--seconds`."""
     until = asyncio.Event()
     asyncio.get_running_loop().call_later(args.seconds, until.set)
     async with asyncio.TaskGroup() as group:
@@ -192,14 +172,10 @@ async def weather(args: argparse.Namespace, stand: Stand, clients: Clients, faul
         rng = random.Random(args.seed)  # noqa: S311 - a schedule, no secret
         workers = kills_of_workers(stand.proxy.killable, rng, args.seconds)
         group.create_task(kill_workers(faults, workers))
-        if args.kill_every:
-            group.create_task(kills(faults, stand.instances, args.kill_every, until))
-            group.create_task(clients.run(args.concurrency, until, clients.questions.plain))
-        else:
-            rng = random.Random(args.seed)  # noqa: S311 - a schedule, no secret
-            planned = plan((*stand.instances, stand.store), rng, args.seconds)
-            group.create_task(storm(faults, planned))
-            group.create_task(clients.run(args.concurrency, until, clients.questions.any))
+        rng = random.Random(args.seed)  # noqa: S311 - a schedule, no secret
+        planned = plan((*stand.instances, stand.store), rng, args.seconds)
+        group.create_task(storm(faults, planned))
+        group.create_task(clients.run(args.concurrency, until))
 
 
 async def remains(stand: Stand, clients: Clients, fds: Mapping[str, int]) -> Left:
@@ -274,7 +250,6 @@ async def asked_alone(clients: Clients) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """Return the arguments of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -289,15 +264,8 @@ def arguments() -> argparse.Namespace:
         "--workers", type=int, default=1, help="serving processes; all but the first are killed"
     )
     parser.add_argument(
-        "--kill-every",
-        type=float,
-        metavar="SECONDS",
-        help="kill one of each role at this interval, only",
-    )
-    parser.add_argument(
         "--token-s", type=float, default=0.03, help="seconds per word of a response"
     )
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument(
         "--keep", type=Path, metavar="FOLDER", help="folder for logs, which are kept"
     )
@@ -320,7 +288,7 @@ def main() -> None:
     args = arguments()
     with folder_of(args) as folder:
         seen = asyncio.run(run(args, folder))
-    print(seen.to_json().decode() if args.json else seen)
+    print(seen.to_json().decode())
     sys.exit(1 if seen.broken else 0)
 
 

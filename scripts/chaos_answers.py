@@ -28,7 +28,6 @@ class Answer:
 
 
 def error(status: int, message: str, headers: Mapping[str, str] | None = None) -> web.Response:
-    """Return a response with the error body of vLLM."""
     description = {"message": message, "type": "InternalServerError", "param": None, "code": status}
     return web.json_response({"error": description}, status=status, headers=headers)
 
@@ -66,7 +65,6 @@ async def _says_nothing_useful(_: web.Request) -> web.Response:
 
 
 async def deliver(request: web.Request, answer: Answer) -> web.StreamResponse:
-    """Send the response without a fault."""
     response = await _begin(request, answer)
     await _send(response, answer.pieces, answer.pause_s)
     return response
@@ -137,7 +135,6 @@ async def _send(response: web.StreamResponse, pieces: Iterable[bytes], pause_s: 
 
 
 def _reset(request: web.Request) -> None:
-    """Close the connection with RST instead of FIN."""
     if request.transport is not None:
         sock = request.transport.get_extra_info("socket")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

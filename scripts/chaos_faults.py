@@ -5,18 +5,15 @@ request. A fault of prefill or decode fails a request only if no other instance 
 """
 
 import asyncio
-import itertools
 import math
 import random
-from collections import Counter
 from collections.abc import Container, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 from epd.routing.instances import Role
-from scripts.chaos_fleet import Breakable, Instance
+from scripts.chaos_fleet import Breakable
 from scripts.chaos_load import Outcome
-from scripts.chaos_proxy import Cut, Kill, Worker
+from scripts.chaos_proxy import Cut, Kill
 
 MOST_AT_ONCE = 3
 PAUSE_S, LASTS_S = (0.2, 2.0), (0.5, 4.0)
@@ -27,9 +24,6 @@ AFTERMATH_S = 3.0
 SUSPECTED, SUSPECTED_S = "suspected_fatal", 5.0
 """Slug of a request, or of an item, that killed instances, and the seconds for which it may occur
 after the end of the first fault: `--suspect-s` until the second death, and again after it."""
-
-DOWN_S = 1.0
-"""Time for which a killed instance stays down with `--kill-every`, in seconds."""
 
 GOES_AWAY = frozenset({"kill", "reset", "break", "truncate"})
 SAYS_NOTHING = frozenset({"stop", "hang", "stall", "dribble"})
@@ -82,7 +76,6 @@ class Fault:
         return self.kind in GOES_AWAY and self.role in {*AFTER_ENCODE, Role.ENCODE.value}
 
     def felt(self, outcome: Outcome) -> bool:
-        """Return whether the fault may have affected a request."""
         after_s = SUSPECTED_S if outcome.slug == SUSPECTED else AFTERMATH_S
         return self.began_s <= outcome.ended_s and outcome.began_s <= self.ended_s + after_s
 
@@ -94,7 +87,6 @@ class Faults:
         self.seen: list[Fault] = []
 
     async def put(self, target: Breakable, kind: str, seconds: float) -> None:
-        """Inject a fault for this number of seconds."""
         clock = asyncio.get_running_loop().time
         fault = Fault(kind, target.role, target.name, clock())
         self.seen.append(fault)
@@ -158,34 +150,6 @@ async def kill_workers(faults: Faults, planned: Sequence[Kill]) -> None:
             group.create_task(put(kill))
 
 
-async def kills(
-    faults: Faults, instances: Sequence[Instance], every_s: float, until: asyncio.Event
-) -> None:
-    """Kill one instance of each role, in turn and repeatedly; all restart before the next kill."""
-    clock = asyncio.get_running_loop().time
-    groups = [
-        list(group) for _, group in itertools.groupby(sorted(instances, key=_role), key=_role)
-    ]
-    due_s = clock()
-    for turn in itertools.count():
-        due_s = max(due_s + every_s, clock())
-        if await _waited(until, due_s - clock()):
-            return
-        async with asyncio.TaskGroup() as group:
-            for several in groups:
-                group.create_task(faults.put(several[turn % len(several)], "kill", DOWN_S))
-
-
-def _role(instance: Instance) -> str:
-    return instance.role
-
-
-async def _waited(until: asyncio.Event, seconds: float) -> bool:
-    with suppress(TimeoutError):
-        await asyncio.wait_for(until.wait(), seconds)
-    return until.is_set()
-
-
 def cut_by(outcome: Outcome, cuts: Iterable[Cut]) -> bool:
     """Return whether the request's connection belonged to a worker that was killed."""
     return outcome.result == "cut off" and any(
@@ -215,28 +179,3 @@ def _kinds(outcome: Outcome, *, of_prefill: bool) -> Container[str]:
     if stage == "decode" and of_prefill:
         return GOES_AWAY | SAYS_NOTHING  # its KV blocks can no longer be fetched
     return SLUGS[ending] if of_prefill == (stage == "prefill") else ()
-
-
-def had_another(outcome: Outcome, faults: Iterable[Fault]) -> bool:
-    """Return whether each role after encode had an instance without faults all the time.
-
-    There are two instances of each role.
-    """
-    broken = {(fault.role, fault.name) for fault in faults if fault.role in AFTER_ENCODE}
-    begun = outcome.result == "broken off" or outcome.slug == "decode_died"
-    return not begun and all(count == 1 for count in Counter(role for role, _ in broken).values())
-
-
-def excused_by_a_kill(outcome: Outcome, faults: Iterable[Fault]) -> bool:
-    """Return whether kills excuse the error of a request.
-
-    One kill excuses it if the response had begun; else a second kill of a role is needed.
-    """
-    kills_of = Counter(
-        fault.role
-        for fault in faults
-        if fault.role != Worker.role
-        and outcome.began_s - AFTERMATH_S <= fault.began_s <= outcome.ended_s
-    )
-    begun = outcome.result == "broken off" or outcome.slug == "decode_died"
-    return max(kills_of.values(), default=0) > (0 if begun else 1)

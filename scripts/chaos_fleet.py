@@ -60,14 +60,7 @@ class Instance:
     """Fake instance in a process, as a target of faults."""
 
     def __init__(self, role: Role, port: int, command: Sequence[str], log: Path) -> None:
-        """Start the instance.
-
-        Args:
-            role: role of the instance.
-            port: port to listen on, also after a restart.
-            command: command line.
-            log: file for its output.
-        """
+        """Start the instance, which listens on one port for its life."""
         self.name, self.role, self.kinds = f"{role}-{port}", role.value, ROLE_KINDS[role]
         self.url = f"http://127.0.0.1:{port}"
         self._command, self._log = command, log

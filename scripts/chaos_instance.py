@@ -65,15 +65,7 @@ class Instance:
     """Fake server of one role, with a store and at most one fault."""
 
     def __init__(self, role: Role, port: int, store: str, stage_s: float, token_s: float) -> None:
-        """Prepare the server without listening.
-
-        Args:
-            role: role of the instance.
-            port: port to listen on.
-            store: URL of the encoder store.
-            stage_s: seconds per encode or prefill.
-            token_s: seconds per word of a response.
-        """
+        """Prepare the server without listening."""
         self._role, self._port, self._url = role, port, store
         self._stage_s, self._token_s = stage_s, token_s
         self._store: AsyncStore | None = None
@@ -84,7 +76,6 @@ class Instance:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def app(self) -> web.Application:
-        """Return the application with the server's routes."""
         app = web.Application(client_max_size=2**28)
         app.add_routes(
             [
@@ -289,7 +280,6 @@ def _text(body: Body) -> str:
 
 
 def _digest(part: Body) -> bytes:
-    """Return the SHA-256 of a picture in a request."""
     data = part["image_url"]["url"].partition("base64,")[2]
     return hashlib.sha256(base64.b64decode(data)).digest()
 
@@ -311,7 +301,6 @@ async def _serve(instance: Instance, port: int) -> None:
 
 
 def main() -> None:
-    """Serve until the process is killed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--role", type=Role, required=True)
     parser.add_argument("--port", type=int, required=True)

@@ -5,7 +5,7 @@ import base64
 import hashlib
 import random
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from io import BytesIO
@@ -69,7 +69,6 @@ class Picture:
 
     @classmethod
     def draw(cls, rng: random.Random) -> "Picture":
-        """Return a picture of random noise."""
         buffer = BytesIO()
         Image.frombytes("RGB", (24, 24), rng.randbytes(24 * 24 * 3)).save(buffer, "PNG")
         data = base64.b64encode(buffer.getvalue()).decode()
@@ -131,7 +130,6 @@ class Outcome:
 
     @property
     def kind(self) -> str:
-        """Return the category of the outcome in the report."""
         detail = f" {self.status} {self.slug}".rstrip() if self.status and self.slug else ""
         return f"{self.result}{detail}"
 
@@ -140,12 +138,10 @@ class Questions:
     """Random mix of requests, repeatable for the same seed."""
 
     def __init__(self, rng: random.Random) -> None:
-        """Draw the pictures that requests reuse."""
         self._rng = rng
         self._pool = [Picture.draw(rng) for _ in range(POOL)]
 
     def plain(self) -> Question:
-        """Return a valid request of a client that waits."""
         count = self._rng.choices((0, 1, 4), weights=(3, 5, 2))[0]
         pictures = [self._picture() for _ in range(count)]
         stream = self._rng.random() < 0.6  # noqa: PLR2004
@@ -232,19 +228,17 @@ class Clients:
     questions: Questions
     outcomes: list[Outcome] = field(default_factory=list)
 
-    async def run(
-        self, count: int, until: asyncio.Event, next_question: Callable[[], Question]
-    ) -> None:
+    async def run(self, count: int, until: asyncio.Event) -> None:
         """Send requests with `count` concurrent clients until the event is set."""
         async with asyncio.TaskGroup() as group:
             for _ in range(count):
-                group.create_task(self._client(until, next_question))
+                group.create_task(self._client(until))
 
-    async def _client(self, until: asyncio.Event, next_question: Callable[[], Question]) -> None:
+    async def _client(self, until: asyncio.Event) -> None:
         line = Line()
         async with line.session() as http:
             while not until.is_set():
-                outcome = await ask(http, self.url, next_question(), line)
+                outcome = await ask(http, self.url, self.questions.any(), line)
                 self.outcomes.append(outcome)
                 if outcome.result == "error":
                     await asyncio.sleep(0.05)  # a rejected client does not retry at once
@@ -253,14 +247,7 @@ class Clients:
 async def ask(
     http: aiohttp.ClientSession, url: str, question: Question, line: Line | None = None
 ) -> Outcome:
-    """Send a request, and return its outcome.
-
-    Args:
-        http: session for the request.
-        url: base URL of the proxy.
-        question: request to send.
-        line: connections of the session; None if they are not tracked.
-    """
+    """Send a request, and return its outcome."""
     line = line or Line()
     line.port = 0
     clock = asyncio.get_running_loop().time

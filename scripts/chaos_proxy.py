@@ -70,14 +70,7 @@ class Proxy:
     """
 
     def __init__(self, command: Sequence[str], port: int, log: Path, workers: int) -> None:
-        """Start the proxy.
-
-        Args:
-            command: command line.
-            port: port to listen on.
-            log: file for its output, as JSON lines.
-            workers: number of serving processes.
-        """
+        """Start the proxy with its log as JSON lines."""
         self.url = f"http://127.0.0.1:{port}"
         self._log = log
         self._process = Process("proxy", self.url, command, ENVIRONMENT, log)
@@ -122,7 +115,6 @@ class Proxy:
         return found
 
     def fds(self) -> Mapping[str, int]:
-        """Return the number of open descriptors of each process."""
         return {
             name: len(list(Path(f"/proc/{pid}/fd").iterdir()))
             for name, pid in self.processes.items()
@@ -225,7 +217,6 @@ def under_way(pages: Mapping[str, Page]) -> list[str]:
 
 
 def not_asked_by(pages: Mapping[str, Page]) -> list[str]:
-    """Return the instances that a process finds down."""
     return [
         f"{sample.labels} by {process}"
         for process, page in pages.items()

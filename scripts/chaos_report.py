@@ -2,12 +2,12 @@
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import orjson
 
-from scripts.chaos_faults import Fault, cut_by, had_another
+from scripts.chaos_faults import Fault, cut_by, excused
 from scripts.chaos_load import Outcome
 from scripts.chaos_proxy import Cut
 
@@ -20,7 +20,6 @@ SLOPE_FROM_S = 300.0
 MAX_SLOPE = 1.0
 EXAMPLES = 10
 
-Excuse = Callable[[Outcome, Iterable[Fault]], bool]
 Sample = tuple[float, Mapping[tuple[str, int], float]]
 """Time in seconds, and the memory of each process of the proxy in MB, by name and pid."""
 
@@ -65,17 +64,12 @@ class Memory:
 
     @classmethod
     def over(cls, samples: Sequence[tuple[float, float]]) -> "Memory":
-        """Return the memory over samples of seconds and megabytes."""
         (began_s, first), (ended_s, last) = samples[0], samples[-1]
         return cls(round(ended_s - began_s, 1), first, last, _slope(samples))
 
     @property
     def grows(self) -> bool:
-        """Return whether the memory keeps growing."""
         return self.seconds >= SLOPE_FROM_S and self.per_min >= MAX_SLOPE
-
-    def __str__(self) -> str:
-        return f"{self.first:.0f} MB, {self.last:.0f} MB ({self.per_min:+.2f} MB/min)"
 
 
 @dataclass(frozen=True)
@@ -92,7 +86,6 @@ class Figures:
     lost: int
     misshapen: int
     not_excused: int
-    had_another: int
     memory: Mapping[str, Memory]
     left: Left
     examples: Sequence[str]
@@ -121,38 +114,7 @@ class Figures:
         return [name for name, holds in checks.items() if not holds]
 
     def to_json(self) -> bytes:
-        """Return the report as JSON."""
         return orjson.dumps(asdict(self) | {"broken": self.broken}, option=orjson.OPT_INDENT_2)
-
-    def __str__(self) -> str:
-        rows = {
-            "requests": self.requests,
-            "of them": _counts(self.questions),
-            "ended": _counts(self.outcomes),
-            "faults": f"{sum(self.faults.values())}: {_counts(self.faults)}",
-            "cut off by the kill of their worker": self.cut_off,
-            "wrong answers": self.wrong,
-            "lost requests": self.lost,
-            "answers not in OpenAI's shape": self.misshapen,
-            "errors that no fault excuses": self.not_excused,
-            "errors though each role had a sound instance": self.had_another,
-            "memory, start and end": _each(self.memory),
-            "descriptors, start and end": _each(
-                {name: f"{first}, {last}" for name, (first, last) in self.left.fds.items()}
-            ),
-            "open upstream at the end": self.left.open,
-            "places or bytes not released": "; ".join(self.left.under_way) or "none",
-            "claims in the store": self.left.claims,
-            "KV caches left to their lease": self.left.kept,
-            "serves again": "yes" if self.left.recovered else "no",
-            "instances or workers not asked again": ", ".join(self.left.idle) or "none",
-            "workers that lived on alone": ", ".join(self.left.processes) or "none",
-            "lines of the log that no fault explains": len(self.left.surprises),
-            "invariants broken": ", ".join(self.broken) or "none",
-        }
-        table = [f"| {name} | {value} |" for name, value in rows.items()]
-        more = [*self.left.surprises[:EXAMPLES], *self.examples]
-        return "\n".join(["| figure | value |", "| --- | --- |", *table, *more])
 
 
 @dataclass(frozen=True)
@@ -174,19 +136,13 @@ class Seen:
     left: Left
 
 
-def figures(seen: Seen, excuse: Excuse) -> Figures:
-    """Return the report of a run.
-
-    Args:
-        seen: observations of the run.
-        excuse: function that decides whether faults excuse an error.
-    """
+def figures(seen: Seen) -> Figures:
+    """Return the report of a run, from its observations."""
     outcomes, faults = seen.outcomes, seen.faults
     results = Counter(outcome.result for outcome in outcomes)
     errors = [outcome for outcome in outcomes if outcome.result in {"error", "broken off"}]
     felt = {error: [fault for fault in faults if fault.felt(error)] for error in errors}
-    inexcusable = [error for error in errors if not excuse(error, felt[error])]
-    needless = [error for error in errors if had_another(error, felt[error])]
+    inexcusable = [error for error in errors if not excused(error, felt[error])]
     cut = {id(outcome) for outcome in outcomes if cut_by(outcome, seen.cuts)}
     lost = [
         outcome
@@ -205,16 +161,11 @@ def figures(seen: Seen, excuse: Excuse) -> Figures:
         lost=len(lost),
         misshapen=results["misshapen"],
         not_excused=len(inexcusable),
-        had_another=len(needless),
         memory=_by_process(seen.memory),
         left=seen.left,
         examples=[
             f"{label}: {_example(outcome, faults)}"
-            for label, several in (
-                ("bad", bad),
-                ("not excused", inexcusable),
-                ("needless", needless),
-            )
+            for label, several in (("bad", bad), ("not excused", inexcusable))
             for outcome in several[:EXAMPLES]
         ],
     )
@@ -235,15 +186,6 @@ def _slope(memory: Sequence[tuple[float, float]]) -> float:
     if len({at for at, _ in later}) < 2:  # noqa: PLR2004 - a line has two points
         return 0.0
     return round(statistics.linear_regression(*zip(*later, strict=True)).slope * 60, 3)
-
-
-def _each(of: Mapping[str, object]) -> str:
-    return "; ".join(f"{name} {value}" for name, value in of.items())
-
-
-def _counts(counts: Mapping[str, int]) -> str:
-    ordered = sorted(counts.items(), key=lambda pair: -pair[1])
-    return ", ".join(f"{name} {count}" for name, count in ordered)
 
 
 def _example(outcome: Outcome, faults: Sequence[Fault]) -> str:

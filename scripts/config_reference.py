@@ -11,22 +11,13 @@ that most operators need is in docs/configuration.md, between `<!-- first settin
 import argparse
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
 from epd.config.fields import flag_of
-from epd.config.flags import (
-    SECRETS,
-    TITLES,
-    Settings,
-    group_of,
-    metavar_of,
-    shown_default,
-    variables_of,
-)
+from epd.config.flags import FIELDS, GROUPS, SECRETS, metavar_of, shown_default, variables_of
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 OVERVIEW, REFERENCE = DOCS / "configuration.md", DOCS / "configuration" / "settings.md"
@@ -62,7 +53,7 @@ def main() -> None:
         "--check", action="store_true", help="fail if the tables are out of date; write nothing"
     )
     check = parser.parse_args().check
-    tables = "\n".join(table(title) for title in TITLES)
+    tables = "\n".join(map(table, GROUPS))
     first = FIRST_HEADER + "".join(map(first_row, FIRST))
     for document, place, content in (
         (REFERENCE, BETWEEN, tables),
@@ -77,30 +68,23 @@ def main() -> None:
 
 
 def filled(text: str, place: re.Pattern[str], content: str) -> str:
-    """Return a document with this content at a place."""
     return place.sub(lambda found: f"{found[1]}\n{content}\n{found[2]}", text)
 
 
 def table(title: str) -> str:
     """Return the table of one group, with its heading."""
-    lines = (row(name, Settings.model_fields[name]) for name in names(title))
+    lines = (row(name, field) for name, field in GROUPS[title].model_fields.items())
     return f"## Settings: {title}\n\n{HEADER}{''.join(lines)}"
 
 
 def first_row(name: str) -> str:
     """Return the row of one setting in the table of those that most operators need."""
-    field = Settings.model_fields[name]
+    field = FIELDS[name]
     name_shown = code(variables_of(name)[0] if name in SECRETS else flag_of(name))
     return f"| {name_shown} | {default(name, field)} | {description(field)} |\n"
 
 
-def names(title: str) -> Iterator[str]:
-    """Return the settings of a group, in the model's order."""
-    return (name for name in Settings.model_fields if group_of(name) == title)
-
-
 def row(name: str, field: FieldInfo) -> str:
-    """Return the row of one setting."""
     cells = (
         ", ".join(map(code, variables_of(name))) if name in SECRETS else code(flag_of(name)),
         value(name, field),
@@ -111,19 +95,17 @@ def row(name: str, field: FieldInfo) -> str:
 
 
 def description(field: FieldInfo) -> str:
-    """Return the description of a setting in one line."""
     return " ".join((field.description or "").split()).replace("|", "\\|")
 
 
 def value(name: str, field: FieldInfo) -> str:
-    """Return the values that a setting may have."""
     if name in SECRETS:
         return "secret"
     if field.annotation is bool:
         return "`true`, `false`"
     if get_origin(field.annotation) is Literal:
         return ", ".join(map(code, get_args(field.annotation)))
-    metavar = metavar_of(name, field)
+    metavar = metavar_of(name)
     return TYPES.get(metavar, metavar.lower())
 
 
@@ -141,7 +123,6 @@ def default(name: str, field: FieldInfo) -> str:
 
 
 def code(text: str) -> str:
-    """Return the text as inline code in Markdown."""
     return f"`{text}`"
 
 

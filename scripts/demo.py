@@ -7,7 +7,6 @@ import argparse
 import base64
 import json
 import mimetypes
-import signal
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from ec_store import open_store
 from epd.tools.up.command import DISC
 from epd.tools.up.process import ProcessDied
 from epd.tools.up.settings import Topology
+from epd.tools.up.signals import leave_contexts_on_signals
 from epd.tools.up.stack import Stack
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,11 +35,7 @@ def main() -> None:
     args = arguments()
     # Progress must be visible at once, through a pipe too.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    # A signal must stop the engines too: `sys.exit` closes the contexts.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: sys.exit(1))
-    # A shell starts background commands with Ctrl-C ignored.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    leave_contexts_on_signals()
     models = RUN / "models"
     subprocess.run([sys.executable, ROOT / "scripts" / "tiny_models.py", models], check=True)
     directory = Path(tempfile.mkdtemp(prefix="epd-demo-"))
@@ -57,17 +53,16 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """Return the arguments of the command line."""
     parser = argparse.ArgumentParser(prog="scripts/demo.sh", description=__doc__.split("\n")[0])
     parser.add_argument(
         "--topology",
-        type=topology,
+        type=Topology.parse,
         default="1e1pd",
         help="1e1pd (default), 1e1p1d with NIXL between prefill and decode, 2e1pd, ...",
     )
     parser.add_argument(
         "--picture",
-        type=picture,
+        type=Path,
         default=MEDIA / "cat.jpg",
         help="picture to send (default: cat.jpg)",
     )
@@ -76,22 +71,6 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--keep", action="store_true", help="keep the stack running until Ctrl-C")
     return parser.parse_args()
-
-
-def topology(name: str) -> Topology:
-    """Return the topology of this name; raise argparse's error if it is invalid."""
-    try:
-        return Topology.parse(name)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def picture(name: str) -> Path:
-    """Return the path of a picture; raise argparse's error if it is not a file."""
-    path = Path(name)
-    if not path.is_file():
-        raise argparse.ArgumentTypeError(f"{name!r} is not a file")
-    return path
 
 
 def answer(stack: Stack, path: Path) -> None:
@@ -124,7 +103,6 @@ def answer(stack: Stack, path: Path) -> None:
 
 
 def content(path: Path) -> list[openai.types.chat.ChatCompletionContentPartParam]:
-    """Return the content parts of the request."""
     media_type = mimetypes.guess_type(path.name)[0] or "image/jpeg"
     data = base64.b64encode(path.read_bytes()).decode()
     return [
@@ -134,7 +112,6 @@ def content(path: Path) -> list[openai.types.chat.ChatCompletionContentPartParam
 
 
 def printable(text: str) -> str:
-    """Return the text with control characters replaced."""
     return "".join(character if character.isprintable() else "·" for character in text)
 
 

@@ -67,7 +67,6 @@ def update(document: Path, tests: Path, *, write: bool) -> Iterator[str]:
 
 
 def table(old: str, tests: Shown) -> str:
-    """Return a table with an updated last column."""
     lines = old.splitlines()
     for number, line in enumerate(lines[HEADER_LINES:], HEADER_LINES):
         row, _ = row_and_tests(line)
@@ -121,7 +120,6 @@ def assignments(module: ast.Module) -> Iterator[tuple[str, ast.expr]]:
 
 
 def marks(expression: ast.expr, marker: str) -> set[str]:
-    """Return the arguments of all `pytest.mark.<marker>(…)` in an expression."""
     return {
         str(argument.value)
         for node in ast.walk(expression)

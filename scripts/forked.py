@@ -68,13 +68,7 @@ class ForkedProcess(Process):
     """vLLM server in its own process group, forked and not executed."""
 
     def __init__(self, server: FleetServer, log: Path, guard: Guard | None) -> None:
-        """Fork the process.
-
-        Args:
-            server: server to start.
-            log: file for its output.
-            guard: process that ends the server if this process is killed.
-        """
+        """Fork the server with its output to a log."""
         self.name = server.name
         self.url = server.url
         self.log = log

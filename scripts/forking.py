@@ -112,7 +112,6 @@ class ForkedProgram(subprocess.Popen[str]):
         return status
 
     def send_signal(self, sig: int) -> None:
-        """Send a signal unless the program has ended."""
         if self.poll() is None:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, sig)

@@ -65,7 +65,6 @@ def chart() -> Image.Image:
 
 
 def shapes() -> Image.Image:
-    """Return flat shapes over a gradient of two colours."""
     across, down = Image.linear_gradient("L").rotate(90), Image.linear_gradient("L")
     flat = Image.new("L", across.size, 96)
     image = Image.merge("RGB", (across, flat, down)).resize((560, 420))
@@ -78,7 +77,6 @@ def shapes() -> Image.Image:
 
 
 def page() -> Image.Image:
-    """Return a page of dark text on light paper."""
     image = Image.new("L", (500, 640), 246)
     draw = ImageDraw.Draw(image)
     draw.text((48, 40), "On encoding once", fill=16, font=font(36))
@@ -102,7 +100,6 @@ def frames(count: int = 8) -> list[Image.Image]:
 
 
 def font(size: float) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    """Return the font of pillow in this size."""
     return ImageFont.load_default(size)
 
 

@@ -40,7 +40,6 @@ def main() -> None:
 
 
 def table() -> str:
-    """Return a table with a row per metric."""
     head = "| name | kind | labels | |\n| --- | --- | --- | --- |\n"
     return head + "".join(map(row, FIGURES.values()))
 

@@ -57,7 +57,6 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """Return the arguments of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("models", nargs="*", choices=[*names(), []], metavar="MODEL")
     parser.add_argument("--topology", action="append", choices=TOPOLOGIES, help="default: 1e1pd")
@@ -68,7 +67,6 @@ def arguments() -> argparse.Namespace:
 
 
 def names() -> list[str]:
-    """Return the names of all models."""
     return [subject.name for subject in SUBJECTS]
 
 

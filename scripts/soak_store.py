@@ -13,7 +13,6 @@ import argparse
 import multiprocessing
 import os
 import random
-import statistics
 import sys
 import time
 from collections import Counter, deque
@@ -51,12 +50,10 @@ class Done:
     Attributes:
         counts: number of calls, by result.
         bytes: bytes written or read.
-        times_s: times of the calls that wrote or read, in seconds.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
     bytes: int = 0
-    times_s: list[float] = field(default_factory=list)
 
 
 def main() -> None:
@@ -77,9 +74,7 @@ def main() -> None:
     done = [pipe.recv() for pipe in pipes]
     written, read = _sum(done[: args.writers]), _sum(done[args.writers :])
     for name, samples in (("put", written), ("get", read)):
-        print(
-            f"{name}: {dict(samples.counts)}, {size_text(samples.bytes)}, {_times(samples.times_s)}"
-        )
+        print(f"{name}: {dict(samples.counts)}, {size_text(samples.bytes)}")
     with open_store(args.url) as store:
         problems = [row.problem for row in store.verify() if row.problem]
         stats = store.stats()
@@ -116,7 +111,6 @@ def _work(write: bool, url: str, seed: int, pool: int, seconds: float, pipe: Con
             name = draw.randrange(pool)
             entry = _entry(name)
             key = EntryKey(NAMESPACE, str(name))
-            began_s = time.perf_counter()
             try:
                 came = _put(store, key, entry) if write else _get(store, key, entry, held)
             except StoreUnavailable:
@@ -126,7 +120,6 @@ def _work(write: bool, url: str, seed: int, pool: int, seconds: float, pipe: Con
                 came = "error"
             done.counts[came] += 1
             if came in {"written", "found"}:
-                done.times_s.append(time.perf_counter() - began_s)
                 done.bytes += entry.data.nbytes
     pipe.send(done)
 
@@ -204,15 +197,7 @@ def _sum(parts: Sequence[Done]) -> Done:
     for part in parts:
         whole.counts.update(part.counts)
         whole.bytes += part.bytes
-        whole.times_s += part.times_s
     return whole
-
-
-def _times(times_s: list[float]) -> str:
-    if len(times_s) < 2:  # noqa: PLR2004
-        return "no times"
-    parts = statistics.quantiles(times_s, n=100)
-    return f"median {parts[49] * 1000:.1f} ms, 99th percentile {parts[98] * 1000:.1f} ms"
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ DEFAULT = ("tiny-qwen2.5-vl", "tiny-qwen2-audio")
 
 
 def main() -> None:
-    """Write the models that the command line names."""
     args = arguments()
     directory: Path = args.directory
     directory.mkdir(parents=True, exist_ok=True)
@@ -36,7 +35,6 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """Return the arguments of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("directory", type=Path)
     parser.add_argument(
@@ -58,7 +56,6 @@ def family(name: str) -> str:
 
 
 def is_current(target: Path, stamp: str) -> bool:
-    """Return whether the model was written with this stamp."""
     file = target / STAMP
     return file.exists() and file.read_text() == stamp
 

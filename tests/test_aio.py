@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from epd.aio import Flights, cancel_after, gather_first
-from epd.edge.drain import Drain
+from epd.edge.drain import Bounded, Drain
 from epd.errors import Overloaded, ProxyError, UpstreamTimeout
 
 
@@ -129,7 +129,7 @@ async def test_after_a_failure_the_time_of_a_request_still_ends_in_its_own_error
     drain = Drain()
 
     async def request() -> None:
-        with drain.bound_request(time.monotonic() + (60 if cut else 0.05)):
+        with Bounded(drain, time.monotonic() + (60 if cut else 0.05)):
             await fails_together()
             await lasts()
 
@@ -291,19 +291,3 @@ async def test_a_failed_run_is_not_shared_with_requests_that_joined_it() -> None
         await first
     assert await asyncio.gather(*others) == [1] * 5
     assert runs == [0, 1]
-
-
-async def test_a_failed_flight_fails_all_its_callers_and_runs_once() -> None:
-    flights: Flights[str, int] = Flights()
-    runs: list[int] = []
-
-    async def run() -> int:
-        runs.append(1)
-        await asyncio.sleep(0)
-        raise ProxyError("no")
-
-    waiting = [asyncio.create_task(flights.try_join("key", run)) for _ in range(5)]
-    failures = await asyncio.gather(*waiting, return_exceptions=True)
-
-    assert [type(failure) for failure in failures] == [ProxyError] * 5
-    assert len(runs) == 2

@@ -5,9 +5,8 @@ import os
 import socket
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 from ec_store.arena.protocol import (
     MAX_REPLY_BYTES,
@@ -29,11 +28,6 @@ from ec_store.errors import StoreUnavailable
 
 CONNECT_EVERY_S = 0.1
 """Shortest time in seconds from a failed connection to the next attempt. Calls fail meanwhile."""
-
-MAX_SENT_KEYS = 256
-"""Upper bound of the keys in unanswered requests; one request may have more. Further requests wait
-here, so that a request is not late for those before it, and none is sent for a caller that has
-left."""
 
 LOOK_AGAIN_S = 0.05
 """Time in seconds in which a reply is read that has come in time while the event loop was busy."""
@@ -60,16 +54,12 @@ class AsyncArenaConnection:
         self._closed = False
         after_fork(self._forget_parent)
 
-    async def call(self, request: Request, reply_type: type[R], keys: int = 1) -> R:
-        """Send a request, behind those that were sent before, and return its reply.
-
-        The reply to a cancelled call is dropped. A request that has not been sent yet is then not
-        sent.
+    async def call(self, request: Request, reply_type: type[R]) -> R:
+        """Send a request, and return its reply. The reply to a cancelled call is dropped.
 
         Args:
             request: the request; it is no `Wait`, which would delay all others.
             reply_type: type of its reply.
-            keys: number of the keys in it.
 
         Raises:
             StoreUnavailable: there is no server, it is too slow, or its reply is unusable. All
@@ -78,8 +68,7 @@ class AsyncArenaConnection:
         link = self._link
         if link is None or not link.usable:
             link = await self._connect()
-        reply = await link.ask(request, reply_type, keys)
-        return cast("R", reply)
+        return cast("R", await link.ask(request, reply_type))
 
     async def close(self) -> None:
         """Close the connection; the server frees what it held. Unanswered calls fail."""
@@ -134,7 +123,7 @@ class AsyncArenaConnection:
                 raise StoreUnavailable(f"{self._name}: {error}") from error
             raise
         try:
-            await link.ask(Hello(VERSION, "proxy"), Welcome, 1)
+            await link.ask(Hello(VERSION, "proxy"), Welcome)
         except BaseException:
             link.end("it is closed")
             await link.lost.wait()
@@ -149,15 +138,12 @@ class AsyncArenaConnection:
         self._socket = self._link = self._connecting = None
 
 
-@dataclass(slots=True, eq=False)
-class _Call:
-    """Request, and the future of its reply; `until_s` is its deadline once it is sent."""
+class _Call(NamedTuple):
+    """Unanswered request, with the future of its reply and its deadline."""
 
-    message: bytes
     reply_type: type[Message]
-    keys: int
     reply: "asyncio.Future[Reply]"
-    until_s: float = 0.0
+    until_s: float
 
 
 class _Link(asyncio.Protocol):
@@ -177,9 +163,7 @@ class _Link(asyncio.Protocol):
         self._timeout_s = timeout_s
         self._loop = asyncio.get_running_loop()
         self._frames = Frames(MAX_REPLY_BYTES)
-        self._queued: deque[_Call] = deque()
-        self._sent: deque[_Call] = deque()
-        self._sent_keys = 0
+        self._calls: deque[_Call] = deque()
         self._late: _Call | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._ended = False
@@ -188,25 +172,24 @@ class _Link(asyncio.Protocol):
     def usable(self) -> bool:
         return not self._ended and not self.transport.is_closing()
 
-    def ask(
-        self, request: Request, reply_type: type[Message], keys: int
-    ) -> "asyncio.Future[Reply]":
-        """Send a request now, or after earlier ones have their replies; return its reply."""
-        reply: asyncio.Future[Reply] = self._loop.create_future()
-        self._queued.append(_Call(encode(request), reply_type, keys, reply))
-        self._send()
-        return reply
+    def ask(self, request: Request, reply_type: type[Message]) -> "asyncio.Future[Reply]":
+        """Send a request; return the future of its reply."""
+        call = _Call(reply_type, self._loop.create_future(), self._loop.time() + self._timeout_s)
+        self._calls.append(call)
+        self.transport.write(encode(request))
+        if self._timer is None:
+            self._timer = self._loop.call_at(call.until_s, self._check)
+        return call.reply
 
     def end(self, problem: str) -> None:
         """Close the connection; unanswered calls fail."""
         if self._ended:
             return
         self._ended = True
-        for call in (*self._sent, *self._queued):
+        for call in self._calls:
             if not call.reply.done():
                 call.reply.set_exception(StoreUnavailable(f"{self._name}: {problem}"))
-        self._sent.clear()
-        self._queued.clear()
+        self._calls.clear()
         if self._timer is not None:
             self._timer.cancel()
         self.transport.abort()
@@ -222,8 +205,6 @@ class _Link(asyncio.Protocol):
                 self._receive(read_reply(body))
         except BadMessage as error:
             self.end(str(error))
-        else:
-            self._send()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.end(str(exc or "the server has closed the connection"))
@@ -232,28 +213,11 @@ class _Link(asyncio.Protocol):
     def _receive(self, reply: Reply) -> None:
         if isinstance(reply, Failed):
             raise BadMessage(reply.text)
-        if not self._sent or not isinstance(reply, self._sent[0].reply_type):
+        if not self._calls or not isinstance(reply, self._calls[0].reply_type):
             raise BadMessage(f"an unexpected reply: {reply!r:.200}")
-        call = self._sent.popleft()
-        self._sent_keys -= call.keys
+        call = self._calls.popleft()
         if not call.reply.done():
             call.reply.set_result(reply)
-
-    def _send(self) -> None:
-        """Send what may be sent now, but nothing for callers that have left."""
-        while self._queued:
-            call = self._queued[0]
-            if self._sent and self._sent_keys + call.keys > MAX_SENT_KEYS:
-                break
-            self._queued.popleft()
-            if call.reply.done():
-                continue
-            call.until_s = self._loop.time() + self._timeout_s
-            self._sent.append(call)
-            self._sent_keys += call.keys
-            self.transport.write(call.message)
-        if self._timer is None and self._sent:
-            self._timer = self._loop.call_at(self._sent[0].until_s, self._check)
 
     def _check(self) -> None:
         """End the connection if the reply to the oldest call is late.
@@ -261,9 +225,9 @@ class _Link(asyncio.Protocol):
         After a pause of the process, uvloop runs timers before it reads what has come.
         """
         self._timer = None
-        if not self._sent:
+        if not self._calls:
             return
-        call, now_s = self._sent[0], self._loop.time()
+        call, now_s = self._calls[0], self._loop.time()
         if call is self._late and call.until_s <= now_s:
             self.end(f"no reply within {self._timeout_s:g} s")
             return

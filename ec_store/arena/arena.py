@@ -128,7 +128,9 @@ class Arena:
             case Delete(digests):
                 return Done(index.delete(digests))
             case Purge(namespace):
-                return self._purge(namespace)
+                for model in [m for m, name in self.namespaces.items() if name == namespace]:
+                    del self.namespaces[model]
+                return Done(index.purge(namespace))
             case ClaimKeys():
                 return self._claim(client, request, now_s)
             case Release(digests, owner):
@@ -167,23 +169,13 @@ class Arena:
         Raises:
             BadMessage: they are too large for a reply.
         """
-        headers = [
-            self._coming(digest) if slot is None else slot.header
-            for digest, slot in zip(digests, slots, strict=True)
-        ]
+        headers = []
+        for digest, slot in zip(digests, slots, strict=True):
+            found = self.coming.get(digest) if slot is None else slot
+            headers.append(b"" if found is None else found.header)
         if sum(map(len, headers)) > MAX_HEADERS_BYTES:
             raise BadMessage(f"the headers of these {len(headers)} entries do not fit into a reply")
         return headers
-
-    def _coming(self, digest: bytes) -> bytes:
-        """Return the header of an entry that comes from the tier; empty if it does not."""
-        coming = self.coming.get(digest)
-        return b"" if coming is None else coming.header
-
-    def _purge(self, namespace: bytes) -> Done:
-        for model in [model for model, name in self.namespaces.items() if name == namespace]:
-            del self.namespaces[model]
-        return Done(self.index.purge(namespace))
 
     def _page(self, after: bytes, now_s: float) -> Page:
         rows: list[Row] = []

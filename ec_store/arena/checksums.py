@@ -7,7 +7,6 @@ another store gets a checksum of its own, from the bytes that are copied.
 """
 
 import asyncio
-import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,7 +14,7 @@ import numpy as np
 import xxhash
 
 from ec_store.arena.index import ArenaIndex, Slot
-from ec_store.arena.memory import Bytes, parts_of, populate
+from ec_store.arena.memory import Bytes, parts_of
 
 DELAY_S = 0.25
 """Time in seconds after which the writes since then are hashed: an entry is mostly read right after
@@ -34,11 +33,9 @@ class Checksums:
         self._memory = memory
         self._woken = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._populating: threading.Thread | None = None
 
     def start(self) -> None:
         """Start on the running event loop."""
-        self._populating = populate(self._memory, write=False)
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def close(self) -> None:
@@ -47,8 +44,6 @@ class Checksums:
             self._task.cancel()
             await asyncio.wait([self._task])
         self._memory = np.empty(0, np.uint8)
-        if self._populating is not None:
-            self._populating.join()  # it ends with its memory, after a step
 
     def wake(self) -> None:
         """Compute the checksums of `unhashed` soon."""

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from queue import Empty, LifoQueue
 from typing import TypeVar
 
 import numpy as np
@@ -19,35 +18,30 @@ import numpy as np
 from ec_store.arena.extents import Extent
 from ec_store.arena.memory import Bytes, map_memory, parts_of, populate
 from ec_store.arena.protocol import (
-    LENGTH_BYTES,
     MAX_REPLY_BYTES,
     VERSION,
     BadMessage,
     Begun,
-    Done,
     Failed,
     Forget,
+    Frames,
     Hello,
     Pins,
     Reply,
     Request,
     Role,
     Unpin,
-    Wait,
     Welcome,
     encode,
     read_reply,
 )
 from ec_store.arena.sockets import check_folder
 from ec_store.counts import ForkLock, after_fork
-from ec_store.errors import StoreUnavailable
+from ec_store.errors import CorruptEntry, StoreUnavailable
 
 CHUNK_BYTES = 2**16  # larger ones are mapped and unmapped for each call
 MAX_WELCOME_BYTES = 2**16
 NAME_BYTES = 16
-
-MAX_WAITS = 16
-"""Upper bound of the threads of a process that wait at a server at once."""
 
 MAX_RELEASES = 1024
 """Upper bound of the pins that are released at once, so that a socket has room for the message."""
@@ -107,7 +101,7 @@ class MappedArena:
         """Return the bytes of an entry of this size, in order.
 
         Raises:
-            BadMessage: the extents are not in the memory, or too small.
+            CorruptEntry: the extents are not in the memory, or too small.
             StoreUnavailable: the connection was lost.
         """
         if self.lost:
@@ -115,7 +109,7 @@ class MappedArena:
         try:
             return parts_of(self.memory, extents, size_bytes)
         except ValueError as error:
-            raise BadMessage(str(error)) from None
+            raise CorruptEntry(str(error)) from None
 
     def unmap(self) -> None:
         """Unmap the memory after the last view of it is deleted: the connection was lost."""
@@ -291,10 +285,10 @@ class ArenaConnection:
         for earlier in unused:
             if earlier.name == arena.name:
                 connection.sendall(encode(Forget(earlier.session)))
-                _receive(connection, bytearray(), deadline_s)
+                _receive(connection, b"", deadline_s)
             self._earlier.remove(earlier)
         connection.sendall((_unpin(arena) if arena.released else b"") + encode(request))
-        return _receive(connection, bytearray(), deadline_s)
+        return _receive(connection, b"", deadline_s)
 
     def _disconnect(self) -> None:
         if self._socket is not None:
@@ -313,42 +307,6 @@ class ArenaConnection:
         self._mapped = MappedMemories()
 
 
-class WaitingConnections:
-    """Connections of a process on which its threads wait, one for each thread. Thread-safe."""
-
-    def __init__(self, path: str, timeout_s: float) -> None:
-        """Create connections to the server at a path; `timeout_s` is that of `ArenaConnection`."""
-        self._path = path
-        self._all = [ArenaConnection(path, "proxy", timeout_s) for _ in range(MAX_WAITS)]
-        self._renew()
-        after_fork(self._renew)
-
-    def wait(self, request: Wait) -> None:
-        """Wait until nothing that the request names is expected, or for its time.
-
-        Raises:
-            StoreUnavailable: as `ArenaConnection.call`, or `MAX_WAITS` threads wait already.
-        """
-        try:
-            connection = self._idle.get(timeout=request.seconds)
-        except Empty:
-            raise StoreUnavailable(f"{MAX_WAITS} threads wait at {self._path}") from None
-        try:
-            connection.call(request, Done, seconds=request.seconds)
-        finally:
-            self._idle.put(connection)
-
-    def close(self) -> None:
-        for connection in self._all:
-            connection.close()
-
-    def _renew(self) -> None:
-        """Take all connections as idle: in a child of `fork` no other thread has one."""
-        self._idle: LifoQueue[ArenaConnection] = LifoQueue()  # the last used one is connected
-        for connection in self._all:
-            self._idle.put(connection)
-
-
 def _has_event(connection: socket.socket, event: int) -> bool:
     poll = select.poll()
     poll.register(connection, event)
@@ -359,7 +317,7 @@ def _set_deadline(connection: socket.socket, deadline_s: float) -> None:
     connection.settimeout(max(0.001, deadline_s - time.monotonic()))
 
 
-def _receive_fds(connection: socket.socket) -> tuple[bytearray, list[int]]:
+def _receive_fds(connection: socket.socket) -> tuple[bytes, list[int]]:
     """Return received bytes, and the descriptors that came with them, which no child inherits.
 
     Python's `recv_fds` ignores its flags: a program that another thread starts at this moment would
@@ -371,7 +329,7 @@ def _receive_fds(connection: socket.socket) -> tuple[bytearray, list[int]]:
     for level, kind, control in controls:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             fds.frombytes(control[: len(control) - len(control) % fds.itemsize])
-    return bytearray(data), list(fds)
+    return data, list(fds)
 
 
 def _expect(reply: Reply, reply_type: type[R]) -> R:
@@ -388,20 +346,17 @@ def _unpin(arena: MappedArena) -> bytes:
     return encode(Unpin(numbers))
 
 
-def _receive(connection: socket.socket, data: bytearray, deadline_s: float) -> Reply:
+def _receive(connection: socket.socket, data: bytes, deadline_s: float) -> Reply:
     """Return the next reply; `data` is its beginning.
 
     At most one reply is on its way, so all bytes that arrive belong to it.
     """
-    while True:
-        if len(data) >= LENGTH_BYTES:
-            needed = LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "little")
-            if needed > MAX_REPLY_BYTES or len(data) > needed:
-                raise BadMessage(f"a reply of {max(needed, len(data))} bytes")
-            if len(data) == needed:
-                return read_reply(data[LENGTH_BYTES:])
+    frames = Frames(MAX_REPLY_BYTES)
+    while not (bodies := list(frames.split(data))):
         _set_deadline(connection, deadline_s)
-        received = connection.recv(CHUNK_BYTES)
-        if not received:
+        data = connection.recv(CHUNK_BYTES)
+        if not data:
             raise BadMessage("the server has closed the connection")
-        data += received
+    if len(bodies) > 1 or frames.rest:
+        raise BadMessage("bytes after a reply")
+    return read_reply(bodies[0])

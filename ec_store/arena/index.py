@@ -254,7 +254,9 @@ class ArenaIndex:
         """
         if not slot.replaces:
             if (existing := self._find(slot.digest, now_s)) is not None:
-                self._use(existing, now_s)
+                existing.used_s = now_s
+                if existing.digest in self._unused:
+                    self._unused.move_to_end(existing.digest)
                 return Refusal.THERE
             if slot.digest in self._writing:
                 return Refusal.BEGUN
@@ -336,22 +338,19 @@ class ArenaIndex:
         """Delete the entries of a namespace; the cost grows with the number of all entries."""
         return self.delete([slot.digest for slot in self.slots() if slot.namespace == namespace])
 
-    def expire(self, now_s: float) -> int:
+    def expire(self, now_s: float) -> None:
         """Delete expired entries that are not in use, and expired claims.
 
-        The cost grows with the number of claims. Return the number of deleted entries.
+        The cost grows with the number of claims.
         """
         self._end_leases(now_s)
         for digest in [key for key, claim in self._claims.items() if claim.until_s <= now_s]:
             self._end_claim(digest)
-        expired = 0
         while self._unused:
             slot = next(iter(self._unused.values()))
             if not self._is_expired(slot, now_s):
                 break
             self._remove(slot)
-            expired += 1
-        return expired
 
     def claim(
         self, client: Client, digests: Iterable[bytes], owner: bytes, seconds: float, now_s: float
@@ -453,11 +452,6 @@ class ArenaIndex:
     def _hash_later(self, slot: Slot) -> None:
         if not slot.checksum and len(self.unhashed) < MAX_UNHASHED:
             self.unhashed[slot] = None
-
-    def _use(self, slot: Slot, now_s: float) -> None:
-        slot.used_s = now_s
-        if slot.digest in self._unused:
-            self._unused.move_to_end(slot.digest)
 
     def _remove(self, slot: Slot) -> None:
         del self._entries[slot.digest]

@@ -8,22 +8,19 @@ before the first client maps it, so no later access can fail or end a process.
 import ctypes
 import errno
 import fcntl
-import itertools
 import mmap
 import os
-import re
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ec_store.arena.extents import Extent
+from ec_store.arena.extents import PAGE_BYTES, Extent
 from ec_store.memory_left import available_bytes, check_room
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -37,16 +34,15 @@ STEP_BYTES = 256 * 2**20
 POPULATE_BYTES = 16 * 2**20
 """Bytes that are mapped at once. Meanwhile no other thread can map or unmap memory."""
 
-MADV_POPULATE_READ, MADV_POPULATE_WRITE = 22, 23  # <asm-generic/mman-common.h>, since Linux 5.14
+# Of <asm-generic/mman-common.h>.
+MADV_POPULATE_READ, MADV_POPULATE_WRITE = 22, 23  # since Linux 5.14
+MADV_COLLAPSE = 25  # since Linux 6.1
 
 HUGE_PAGE_BYTES = 2 * 2**20
 
-SHMEM_HUGE = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
-"""Setting of the kernel: memory like this one has huge pages with `always`, `within_size` or
-`advise`."""
-
-SMAPS_LINES = 30
-"""Upper bound of the lines of one mapping in smaps."""
+HUGE_STEP_S = 2.0
+"""Time in seconds of the huge pages of one step above which the other steps get small ones: in a
+fragmented memory, the kernel moves other pages to make room for each. It takes 0.1 s without."""
 
 SHARE = 8
 """A memory without a given size takes one part in `SHARE` of what is left."""
@@ -59,9 +55,16 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _MFD_HUGE_2MB = 21 << 26  # MFD_HUGE_2MB of memfd_create(2), which `os` has from Python 3.14 on
 
 
-# The method of `mmap` keeps the interpreter's lock.
-_madvise = ctypes.CDLL(None).madvise
+# The methods of `mmap` keep the interpreter's lock.
+_libc = ctypes.CDLL(None, use_errno=True)
+_madvise = _libc.madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_mmap = _libc.mmap
+_mmap.restype = ctypes.c_void_p
+_mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *3 * (ctypes.c_int,), ctypes.c_long)
+_munmap = _libc.munmap
+_munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +74,8 @@ class ArenaMemory:
     Attributes:
         fd: its descriptor.
         segment_bytes: no copy crosses a multiple of it.
-        pages: `reserved huge pages of 2 MiB`, `huge pages of 2 MiB` or `pages of 4 KiB`. Without
-            reserved ones it depends on `SHMEM_HUGE`.
+        pages: `reserved huge pages of 2 MiB`, `huge pages of 2 MiB` or `pages of 4 KiB`: those of
+            most of it.
     """
 
     fd: int
@@ -113,69 +116,54 @@ def create_memory(
         # Reserved pages are no part of the memory that the machine has left.
         with suppress(OSError):  # none are reserved, or too few
             huge = flags | os.MFD_HUGETLB | _MFD_HUGE_2MB
-            fd = _allocate(size_bytes, huge, stopped, reserved=True)
+            fd, _ = _allocate(size_bytes, huge, stopped, reserved=True)
             return ArenaMemory(fd, size_bytes, segment_bytes, "reserved huge pages of 2 MiB")
-    fd = _allocate(size_bytes, flags, stopped, reserved=False)
-    pages = "huge pages of 2 MiB" if _is_huge(fd, size_bytes) else "pages of 4 KiB"
+    fd, huge_bytes = _allocate(size_bytes, flags, stopped, reserved=False)
+    pages = "huge pages of 2 MiB" if huge_bytes > size_bytes // 2 else "pages of 4 KiB"
     return ArenaMemory(fd, size_bytes, segment_bytes, pages)
 
 
-def _allocate(size_bytes: int, flags: int, stopped: Callable[[], bool], *, reserved: bool) -> int:
+def _allocate(
+    size_bytes: int, flags: int, stopped: Callable[[], bool], *, reserved: bool
+) -> tuple[int, int]:
+    """Return the descriptor of a memory, and the bytes of its huge pages that are not reserved."""
     if not reserved:
         check_room(size_bytes)
     fd = os.memfd_create("ec-store", flags)
     try:
         os.fchmod(fd, 0o600)  # another user could open it again through /proc, to write
         os.ftruncate(fd, size_bytes)
-        advised = None if reserved else _map_advised(fd, size_bytes)
+        mapped = None if reserved else _map(fd, size_bytes, write=True)
+        huge_bytes, soon = 0, True
         for offset in range(0, size_bytes, STEP_BYTES):
             if stopped():
                 raise InterruptedError(errno.EINTR, "it was stopped")
             step = min(STEP_BYTES, size_bytes - offset)
-            if not reserved:
+            if mapped is not None:
                 check_room(step)
-            if advised is not None:  # `fallocate` would not know of the advice
-                _madvise(advised.ctypes.data + offset, step, MADV_POPULATE_WRITE)
+                if soon:
+                    began_s = time.monotonic()
+                    huge_bytes += _huge_bytes(mapped[offset : offset + step])
+                    soon = time.monotonic() - began_s < HUGE_STEP_S
             os.posix_fallocate(fd, offset, step)  # what is not there yet
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
     except OSError:
         os.close(fd)
         raise
-    return fd
+    return fd, huge_bytes
 
 
-def _map_advised(fd: int, size_bytes: int) -> Bytes | None:
-    """Map a memory to allocate huge pages; None if the kernel allocates none."""
-    try:
-        allowed = SHMEM_HUGE.read_text()
-    except OSError:
-        return None
-    if any(f"[{word}]" in allowed for word in ("never", "deny")):
-        return None
-    mapped = np.frombuffer(mmap.mmap(fd, size_bytes, mmap.MAP_SHARED), np.uint8)
-    _madvise(mapped.ctypes.data, size_bytes, mmap.MADV_HUGEPAGE)
-    return mapped
+def _huge_bytes(step: Bytes) -> int:
+    """Allocate huge pages for a part of a memory that has no pages; return their bytes or 0.
 
-
-def _is_huge(fd: int, size_bytes: int) -> bool:
-    """Return whether most of the beginning of a memory is in huge pages: a mapping shows them."""
-    size_bytes = min(size_bytes, STEP_BYTES)
-    mapped = np.frombuffer(mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ), np.uint8)
-    _madvise(mapped.ctypes.data, size_bytes, MADV_POPULATE_READ)
-    found = re.search(r"^ShmemPmdMapped: +(\d+) kB$", _smaps(mapped.ctypes.data), re.MULTILINE)
-    return found is not None and int(found[1]) * 1024 > size_bytes // 2
-
-
-def _smaps(address: int) -> str:
-    """Return the lines of the mapping at an address in /proc/self/smaps (proc(5))."""
-    begin = f"{address:x}-"
-    with (
-        suppress(OSError),  # a process may be forbidden to read its own
-        Path("/proc/self/smaps").open(encoding="ascii", errors="replace") as lines,
-    ):
-        following = itertools.dropwhile(lambda line: not line.startswith(begin), lines)
-        return "".join(itertools.islice(following, SMAPS_LINES))
-    return ""
+    The kernel collapses pages into a huge one if it is asked to, whatever its setting for
+    transparent huge pages of shared memory is, but for `deny`.
+    """
+    address, size_bytes = step.ctypes.data, len(step) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    for offset in range(0, size_bytes, HUGE_PAGE_BYTES):  # where there is none, it makes none
+        _madvise(address + offset, PAGE_BYTES, MADV_POPULATE_WRITE)
+    collapsed = size_bytes > 0 and _madvise(address, size_bytes, MADV_COLLAPSE) == 0
+    return collapsed * size_bytes
 
 
 def map_memory(fd: int, size_bytes: int, *, write: bool) -> Bytes:
@@ -188,8 +176,28 @@ def map_memory(fd: int, size_bytes: int, *, write: bool) -> Bytes:
         raise OSError(errno.EINVAL, "the memory has another size than its server says")
     if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
         raise OSError(errno.EINVAL, "the memory is not sealed: its size could change")
+    return _map(fd, size_bytes, write=write)
+
+
+def _map(fd: int, size_bytes: int, *, write: bool) -> Bytes:
+    """Map a memory at a multiple of its huge pages, without which none of them is used.
+
+    If another thread takes that address before, the kernel chooses one, with small pages.
+    """
+    free = np.frombuffer(mmap.mmap(-1, size_bytes + HUGE_PAGE_BYTES, prot=0), np.uint8)
+    wanted = free.ctypes.data + -free.ctypes.data % HUGE_PAGE_BYTES
+    del free
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
-    return np.frombuffer(mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, protection), np.uint8)
+    address = _mmap(wanted, size_bytes, protection, mmap.MAP_SHARED, fd, 0)
+    if address == _MAP_FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    owner = (ctypes.c_uint8 * size_bytes).from_address(address)
+    # Not at the end of the process: a device, or another thread, may still be copying.
+    weakref.finalize(owner, _munmap, address, size_bytes).atexit = False
+    memory = np.frombuffer(memoryview(owner), np.uint8)
+    memory.flags.writeable = write
+    return memory
 
 
 def populate(memory: Bytes, *, write: bool) -> threading.Thread:

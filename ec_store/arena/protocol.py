@@ -16,7 +16,7 @@ from ec_store.base import ClientUse
 from ec_store.entry import MAX_HEADER_BYTES
 from ec_store.keys import MAX_OWNER_BYTES, MAX_PART_BYTES
 
-VERSION = 1
+VERSION = 2
 """Version of these messages. A server and a client of different versions refuse each other."""
 
 MAX_KEYS = 4096
@@ -212,12 +212,12 @@ class Release(Message, frozen=True):
 
 
 class Wait(Message, frozen=True):
-    """Wait until no entry is being written or claimed without being there, or for `seconds`.
+    """Wait until an entry is there, or is neither written nor claimed, or for `seconds`.
 
     The reply is `Done`.
     """
 
-    digests: Digests
+    digest: Digest
     seconds: Seconds
 
 
@@ -376,12 +376,16 @@ def read_reply(body: Any) -> Reply:
 
 
 class Frames:
-    """Splitter of a stream of bytes into messages."""
+    """Splitter of a stream of bytes into messages.
+
+    Attributes:
+        rest: beginning of a message that is not complete.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         """Create a splitter of messages of at most this many bytes."""
         self._max_bytes = max_bytes
-        self._data = bytearray()
+        self.rest = bytearray()
 
     def split(self, data: bytes) -> Iterator[bytes]:
         """Yield the messages that are complete with these bytes.
@@ -389,13 +393,13 @@ class Frames:
         Raises:
             BadMessage: a message is too long.
         """
-        self._data += data
-        while len(self._data) >= LENGTH_BYTES:
-            end = LENGTH_BYTES + int.from_bytes(self._data[:LENGTH_BYTES], "little")
+        self.rest += data
+        while len(self.rest) >= LENGTH_BYTES:
+            end = LENGTH_BYTES + int.from_bytes(self.rest[:LENGTH_BYTES], "little")
             if end > self._max_bytes:
                 raise BadMessage(f"a message of {end} bytes, of at most {self._max_bytes}")
-            if len(self._data) < end:
+            if len(self.rest) < end:
                 break
-            message = bytes(self._data[LENGTH_BYTES:end])
-            del self._data[:end]  # constant time: bytearray moves its start
+            message = bytes(self.rest[LENGTH_BYTES:end])
+            del self.rest[:end]  # constant time: bytearray moves its start
             yield message

@@ -196,11 +196,8 @@ class ArenaServer:
         """Answer the clients that waited for entries that have changed."""
         index = self.arena.index
         while index.changed:
-            digest = index.changed.pop()
-            if sessions := self.waiting.get(digest):
-                until_s = index.pending_until_s(digest, self.clock())
-                for session in list(sessions):
-                    session.settle_key(digest, until_s)
+            for session in list(self.waiting.get(index.changed.pop(), ())):
+                session.settle_wait()
 
     def add(self, session: "Session") -> None:
         """Add a connection, which must send a `Hello` first."""
@@ -346,10 +343,6 @@ class Session(asyncio.Protocol):
         self._reads_replies = True
         self._wait: Wait | None = None
         self._until_s = 0.0
-        self._pending_keys: set[bytes] = set()
-        """Keys of the wait that were pending when they were last looked at."""
-        self._look_s = 0.0
-        """Time at which the wait is looked at without a change of its keys."""
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -415,39 +408,23 @@ class Session(asyncio.Protocol):
         self._reads_replies = True
         self._serve_pending()
 
-    def settle_key(self, digest: bytes, until_s: float) -> None:
-        """Take note that a key of this client's wait is pending until a time, or is not.
-
-        The cost grows with the keys of the wait only if it may be answered, or must be looked at
-        earlier.
-        """
-        if until_s <= self._server.clock():
-            self._pending_keys.discard(digest)
-            if not self._pending_keys:
-                self.settle_wait()
-        elif until_s < self._look_s:
-            self.settle_wait()
-
     def settle_wait(self) -> None:
-        """Answer this client's wait if nothing that it waits for is pending, or after its time.
+        """Answer this client's wait if its entry is not pending, or after its time.
 
-        Otherwise look again when the first of its claims may have ended.
+        Otherwise look again when the claim of the entry may have ended.
         """
         if self._wait is None:
             return
-        index, now_s = self._server.arena.index, self._server.clock()
-        ends = {digest: index.pending_until_s(digest, now_s) for digest in self._wait.digests}
-        pending = {digest: end_s for digest, end_s in ends.items() if end_s > now_s}
-        if not pending or now_s >= self._until_s:
+        now_s = self._server.clock()
+        pending_until_s = self._server.arena.index.pending_until_s(self._wait.digest, now_s)
+        look_s = min(self._until_s, pending_until_s)
+        if look_s <= now_s:
             self._end_wait()
             self.transport.write(encode(Done()))
             return
         if self._timer is not None:
             self._timer.cancel()
-        self._pending_keys = set(pending)
-        self._look_s = min(self._until_s, *pending.values())
-        delay_s = self._look_s - now_s
-        self._timer = asyncio.get_running_loop().call_later(delay_s, self.settle_wait)
+        self._timer = asyncio.get_running_loop().call_later(look_s - now_s, self.settle_wait)
 
     def _receive(self, request: Request) -> None:
         if self.role is None:
@@ -464,18 +441,17 @@ class Session(asyncio.Protocol):
                 self.transport.write(encode(reply))
             return
         self._wait = request
-        for digest in request.digests:
-            self._server.waiting[digest].add(self)
+        self._server.waiting[request.digest].add(self)
         self._until_s = self._server.clock() + request.seconds
         self.settle_wait()
 
     def _end_wait(self) -> None:
         """End the wait of this client, or that for its first request."""
         if self._wait is not None:
-            for digest in self._wait.digests:
-                self._server.waiting[digest].discard(self)
-                if not self._server.waiting[digest]:
-                    del self._server.waiting[digest]
+            sessions = self._server.waiting[self._wait.digest]
+            sessions.discard(self)
+            if not sessions:
+                del self._server.waiting[self._wait.digest]
             self._wait = None
         if self._timer is not None:
             self._timer.cancel()

@@ -4,32 +4,31 @@ import random
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 
 from ec_store.arena.checksums import checksum_of
-from ec_store.arena.connection import ArenaConnection, MappedArena, WaitingConnections
+from ec_store.arena.connection import ArenaConnection, MappedArena
 from ec_store.arena.extents import Extent
 from ec_store.arena.fields import (
-    claim_requests,
-    digest_chunks,
+    claim_request,
     encode_name,
     entry_infos,
-    find_requests,
+    find_request,
     found_or_claimed,
     key_digest,
+    key_digests,
     namespaces_of,
     of_each,
-    release_requests,
+    release_request,
 )
 from ec_store.arena.index import Refusal
 from ec_store.arena.memory import Bytes, copy_in, copy_out
 from ec_store.arena.protocol import (
-    BadMessage,
     Begin,
     Begun,
     Claimed,
@@ -55,7 +54,7 @@ from ec_store.arena.protocol import (
     Stats,
     Wait,
 )
-from ec_store.arena.url import ArenaOptions, arena_options
+from ec_store.arena.url import ArenaOptions
 from ec_store.base import Listed, MemoryStats, Store, StoreStats
 from ec_store.buffers import Buffers
 from ec_store.counts import Counts
@@ -79,28 +78,18 @@ class ArenaStore(Store):
 
     Attributes:
         options: options of its URL.
+        connection: its connection, with the memory that is mapped.
     """
 
     def __init__(self, options: ArenaOptions, role: Role = "writer") -> None:
         """Create a store; the first call connects it. A `reader` writes no entries."""
         self.options = options
-        self._connection = ArenaConnection(options.path, role, options.timeout_s)
-        self._waiting = WaitingConnections(options.path, options.timeout_s)
+        self.connection = ArenaConnection(options.path, role, options.timeout_s)
         self._buffers = Buffers()
         self.counts = Counts()
 
-    @classmethod
-    def from_url(cls, url: str) -> Self:
-        """Create a store from its URL; the errors are those of `arena_options`."""
-        return cls(arena_options(url))
-
     def __repr__(self) -> str:
         return f"ArenaStore({self.options.path})"
-
-    @property
-    def connection(self) -> ArenaConnection:
-        """Return its connection, with the memory that is mapped."""
-        return self._connection
 
     def put(self, key: EntryKey, entry: Entry, *, replace: bool = False) -> bool:
         """Write an entry (see `Store.put`).
@@ -165,42 +154,42 @@ class ArenaStore(Store):
             try:
                 entry = self._pinned(key, arena, pin)
             except OtherFormat:
-                self._connection.release(arena, pin.number)
+                self.connection.release(arena, pin.number)
             except CorruptEntry:
                 self.counts.add(corrupt=1)
                 try:
-                    self._connection.call(Discard(pin.number), Done, within=arena)
+                    self.connection.call(Discard(pin.number), Done, within=arena)
                 finally:
-                    self._connection.release(arena, pin.number)
+                    self.connection.release(arena, pin.number)
             except BaseException:  # a signal
-                self._connection.release(arena, pin.number)
+                self.connection.release(arena, pin.number)
                 raise
         self.counts.add(misses=entry is None, hits=entry is not None)
         return entry
 
     def lookup(self, keys: Sequence[EntryKey]) -> list[EntryInfo | None]:
-        return self._find(keys, 0.0)
+        return entry_infos(keys, self._ask(find_request(keys), Headers).headers)
 
     def lease(self, keys: Sequence[EntryKey], seconds: float) -> list[EntryInfo | None]:
-        return self._find(keys, seconds)
+        return entry_infos(keys, self._ask(find_request(keys, seconds), Headers).headers)
 
     def claim(self, keys: Sequence[EntryKey], owner: str, seconds: float) -> list[bool]:
         """Claim entries (see `Store.claim`). A claim ends with this store's connection too."""
-        return self._claim(keys, owner, seconds, find=False)[0]
+        reply = self._ask(claim_request(keys, owner, seconds, find=False), Claimed)
+        return of_each(keys, reply.held)
 
     def claim_or_find(
         self, keys: Sequence[EntryKey], owner: str, seconds: float
     ) -> list[EntryInfo | bool]:
         """Claim missing entries (see `Store.claim_or_find`), in one round trip."""
-        claims, headers = self._claim(keys, owner, seconds, find=True)
-        return found_or_claimed(keys, headers, claims)
+        reply = self._ask(claim_request(keys, owner, seconds, find=True), Claimed)
+        return found_or_claimed(keys, reply.headers, reply.held)
 
     def release(self, keys: Sequence[EntryKey], owner: str) -> None:
-        for request in release_requests(keys, owner):
-            self._ask(request, Done)
+        self._ask(release_request(keys, owner), Done)
 
     def delete(self, keys: Sequence[EntryKey]) -> int:
-        return sum(self._ask(Delete(digests), Done).number for digests in digest_chunks(keys))
+        return self._ask(Delete(key_digests(keys)), Done).number
 
     def purge(self, namespace: str) -> int:
         return self._ask(Purge(encode_name(namespace)), Done).number
@@ -236,20 +225,19 @@ class ArenaStore(Store):
         return namespaces_of(self._ask(Register(b"", b""), NamespaceList))
 
     def check(self) -> None:
-        self._ask(Find([]), Headers)
+        self._ask(find_request([]), Headers)
 
     def close(self) -> None:
-        self._connection.close()
-        self._waiting.close()
+        self.connection.close()
 
     def _ask(self, request: Request, reply_type: type[R]) -> R:
-        return self._connection.call(request, reply_type)[0]
+        return self.connection.call(request, reply_type)[0]
 
     def _begin(self, request: Begin) -> tuple[Begun, MappedArena] | None:
         """Begin a write; return None if an entry exists that this release can read."""
         deadline_s = time.monotonic() + OTHERS_WRITE_S
         while True:
-            reply, arena = self._connection.call(request, Begun)
+            reply, arena = self.connection.call(request, Begun)
             if reply.number:
                 return reply, arena
             match Refusal(reply.refusal):
@@ -265,18 +253,28 @@ class ArenaStore(Store):
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 raise StoreUnavailable(f"another process has not written it in {OTHERS_WRITE_S} s")
-            self._waiting.wait(Wait([request.digest], left_s))
+            self._wait(request.digest, left_s)
 
     def _read(self, digest: bytes) -> tuple[Pin, MappedArena]:
         """Pin an entry, if it comes from the tier after that, and return the pin."""
         deadline_s = time.monotonic() + self.options.timeout_s / 2
         while True:
-            reply, arena = self._connection.call(Read([digest]), Pins)
+            reply, arena = self.connection.call(Read([digest]), Pins)
             [pin] = reply.pins
             left_s = deadline_s - time.monotonic()
             if pin.number or not pin.header or left_s <= 0:
                 return pin, arena
-            self._waiting.wait(Wait([digest], left_s))
+            self._wait(digest, left_s)
+
+    def _wait(self, digest: bytes, seconds: float) -> None:
+        """Wait until nothing writes or claims an entry, on a connection that no other call needs.
+
+        Raises:
+            StoreUnavailable: as `ArenaConnection.call`.
+        """
+        connection = ArenaConnection(self.options.path, "proxy", self.options.timeout_s)
+        with closing(connection):
+            connection.call(Wait(digest, seconds), Done, seconds=seconds)
 
     def _is_readable(self, digest: bytes) -> bool:
         """Return whether an entry is still there, and of this format."""
@@ -290,7 +288,7 @@ class ArenaStore(Store):
     def end(self, write: "EntryWrite", header: bytes) -> bool:
         """End a write; an empty header gives it up. Return whether the entry is stored."""
         write.arena.writes.discard(write.number)
-        done, _ = self._connection.call(End(write.number, header), Done, within=write.arena)
+        done, _ = self.connection.call(End(write.number, header), Done, within=write.arena)
         return done.number == 1
 
     def _pinned(self, key: EntryKey, arena: MappedArena, pin: Pin) -> "PlacedEntry":
@@ -302,14 +300,11 @@ class ArenaStore(Store):
         info = parse_header(pin.header)
         if info.key != key:
             raise CorruptEntry("it is another key's entry")
-        try:
-            found = arena.parts(pin.extents, info.payload_bytes)
-        except BadMessage as error:
-            raise CorruptEntry(str(error)) from None
+        found = arena.parts(pin.extents, info.payload_bytes)
         if random.random() < self.options.verify:  # noqa: S311
             _verify(found, pin.checksum)
         kept = _Kept()
-        weakref.finalize(kept, self._connection.release, arena, pin.number)
+        weakref.finalize(kept, self.connection.release, arena, pin.number)
         parts = []
         for part in found:
             viewed = part.view(_PinnedBytes)
@@ -320,41 +315,23 @@ class ArenaStore(Store):
 
     def _problem(self, digest: bytes, *, fix: bool) -> str | None:
         """Return why an entry is corrupt, and delete it with `fix`; None if it is not, or gone."""
-        reply, arena = self._connection.call(Read([digest]), Pins)
+        reply, arena = self.connection.call(Read([digest]), Pins)
         [pin] = reply.pins
         if not pin.number:
             return None
         try:
-            try:
-                info = parse_header(pin.header)
-                _verify(arena.parts(pin.extents, info.payload_bytes), pin.checksum)
-            except OtherFormat:
-                return None
-            except (CorruptEntry, BadMessage) as error:
-                if fix:  # this entry, and none that has replaced it
-                    self._connection.call(Discard(pin.number), Done, within=arena)
-                return str(error)
+            info = parse_header(pin.header)
+            _verify(arena.parts(pin.extents, info.payload_bytes), pin.checksum)
+        except OtherFormat:
+            return None
+        except CorruptEntry as error:
+            if fix:  # this entry, and none that has replaced it
+                self.connection.call(Discard(pin.number), Done, within=arena)
+            return str(error)
+        else:
             return None
         finally:
-            self._connection.release(arena, pin.number)
-
-    def _find(self, keys: Sequence[EntryKey], seconds: float) -> list[EntryInfo | None]:
-        headers: list[bytes] = []
-        for request in find_requests(keys, seconds):
-            headers += of_each(request, self._ask(request, Headers).headers)
-        return entry_infos(keys, headers)
-
-    def _claim(
-        self, keys: Sequence[EntryKey], owner: str, seconds: float, *, find: bool
-    ) -> tuple[list[bool], list[bytes]]:
-        """Return the claims; with `find` also the headers."""
-        claims: list[bool] = []
-        headers: list[bytes] = []
-        for request in claim_requests(keys, owner, seconds, find=find):
-            reply = self._ask(request, Claimed)
-            claims += of_each(request, reply.held)
-            headers += of_each(request, reply.headers) if find else []
-        return claims, headers
+            self.connection.release(arena, pin.number)
 
     def _rows(self) -> Iterator[Row]:
         after = b""
@@ -424,7 +401,7 @@ class EntryWrite:
         self.place = HostPlace(arena.name, tuple(begun.extents), size_bytes)
         try:
             self.parts = arena.parts(begun.extents, size_bytes)
-        except (BadMessage, StoreUnavailable) as error:
+        except (CorruptEntry, StoreUnavailable) as error:
             self.abort()
             raise StoreUnavailable(f"the place of a write is unusable: {error}") from None
 

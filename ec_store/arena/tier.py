@@ -11,8 +11,7 @@ could read the old one. Leases and claims hold on their host too.
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -139,7 +138,8 @@ class TierTransfers:
         self._running_lookups = 0
         self._fetch_bytes = 0
         self._failed: BoundedDict[bytes, float] = BoundedDict(MAX_FAILED)
-        self._queue: deque[_Sending | _Deletion] = deque()
+        self._queue: deque[Callable[[], Awaitable[None]]] = deque()
+        """Writes and deletions that wait, in order."""
         self._removed: set[bytes] = set()
         self._purged: list[str] = []
         self._woken = asyncio.Event()
@@ -191,7 +191,7 @@ class TierTransfers:
             return
         stats.queued += 1
         stats.queued_bytes += size_bytes
-        self._queue.append(_Sending(slot.digest, size_bytes, self._clock()))
+        self._queue.append(partial(self._send, slot.digest, size_bytes, self._clock()))
         self._woken.set()
 
     def remove(self, digests: Sequence[bytes]) -> None:
@@ -204,7 +204,8 @@ class TierTransfers:
         self._removed.update(digests)
         names = list({digest.hex() for digest in digests})
         end = partial(self._removed.difference_update, digests)
-        self._queue.append(_Deletion(partial(self._tier.remove, names), len(digests), end))
+        call = partial(self._tier.remove, names)
+        self._queue.append(partial(self._delete, call, len(digests), end))
         self._woken.set()
 
     def purge(self, name: bytes) -> None:
@@ -219,15 +220,12 @@ class TierTransfers:
             namespace = decode_name(name)
         except UnicodeDecodeError:  # no key has it
             return
-        newest = self._queue[-1] if self._queue else None
-        if isinstance(newest, _Deletion) and newest.namespace == namespace:
-            return  # nothing was sent after it
         if len(self._purged) >= QUEUE_NAMESPACES:
             self.stats.drops += 1
             return
         self._purged.append(namespace)
         end = partial(self._purged.remove, namespace)
-        self._queue.append(_Deletion(partial(self._tier.purge, namespace), 1, end, namespace))
+        self._queue.append(partial(self._delete, partial(self._tier.purge, namespace), 1, end))
         self._woken.set()
 
     async def _look_up(self, digests: Sequence[bytes]) -> None:
@@ -322,21 +320,19 @@ class TierTransfers:
             while self._queue:
                 change = self._queue.popleft()
                 try:
-                    if isinstance(change, _Deletion):
-                        await self._delete(change)
-                    else:
-                        await self._send(change)
+                    await change()
                 except Exception:  # what waits behind it must be sent
                     self.stats.errors += 1
                     logger.exception("an entry cannot be sent to the tier of the arena")
 
-    async def _send(self, sending: "_Sending") -> None:
+    async def _send(self, digest: bytes, size_bytes: int, since_s: float) -> None:
+        """Send an entry that has waited since a time of the arena's clock."""
         index, own, now_s = self._arena.index, self._arena.own, self._clock()
         self.stats.queued -= 1
-        self.stats.queued_bytes -= sending.size_bytes
+        self.stats.queued_bytes -= size_bytes
         pin = None
-        if now_s - sending.since_s <= QUEUED_S and not self._writing.open:
-            [pin] = index.pin(own, [sending.digest], now_s)
+        if now_s - since_s <= QUEUED_S and not self._writing.open:
+            [pin] = index.pin(own, [digest], now_s)
         if pin is None:  # too late, or it was evicted
             self.stats.drops += 1
             return
@@ -386,14 +382,15 @@ class TierTransfers:
         entry = Entry(data.toreadonly(), info.dtype, info.shape, info.modality, info.metadata)
         return self._tier.put(info.key, entry)
 
-    async def _delete(self, deletion: "_Deletion") -> None:
+    async def _delete(self, call: Callable[[], int], drops: int, end: Callable[[], None]) -> None:
+        """Delete entries of the tier; `drops` counts if it fails. `end` is called in any case."""
         try:
-            await _on(self._changes, deletion.call)
+            await _on(self._changes, call)
         except StoreError as error:
-            self.stats.drops += deletion.drops
+            self.stats.drops += drops
             self._fail(self._writing, error)
         finally:
-            deletion.end()
+            end()
 
     def _fail(self, breaker: Breaker, reason: object) -> None:
         self.stats.errors += 1
@@ -404,31 +401,6 @@ class TierTransfers:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-
-@dataclass(frozen=True, slots=True)
-class _Sending:
-    """Entry that waits to be sent, since a time of the arena's clock."""
-
-    digest: bytes
-    size_bytes: int
-    since_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Deletion:
-    """Call that deletes entries of the tier, which waits.
-
-    Attributes:
-        drops: what a failure counts.
-        end: called after it, whether it failed or not.
-        namespace: the namespace that it deletes; None for single entries.
-    """
-
-    call: Callable[[], int]
-    drops: int
-    end: Callable[[], None]
-    namespace: str | None = None
 
 
 async def _on(pool: DaemonPool, call: Callable[[], T]) -> T:

@@ -121,7 +121,6 @@ class Endpoint:
         return {**kept, **limits, self.limits[0]: 1}
 
     def content_type(self, body: Body) -> str:  # noqa: ARG002
-        """Return the media type of a body for instances."""
         return JSON
 
     def encode_body(self, body: Body, cuts: Cuts) -> Pieces:

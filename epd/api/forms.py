@@ -11,8 +11,8 @@ The content of a part is not copied.
 
 import re
 import secrets
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from epd.api.body import Pieces
 from epd.errors import BadRequest, RequestRefused
@@ -75,7 +75,7 @@ class MultipartForm:
     """
 
     parts: tuple[FormPart, ...]
-    boundary: str
+    boundary: str = field(default_factory=lambda: f"epd-{secrets.token_hex(16)}")
 
     @property
     def content_type(self) -> str:
@@ -86,11 +86,6 @@ class MultipartForm:
         for part in self.parts:
             found += f"--{self.boundary}\r\n{_head(part)}\r\n\r\n".encode(), part.data, b"\r\n"
         return (*found, f"--{self.boundary}--\r\n".encode())
-
-
-def new_form(parts: Iterable[FormPart]) -> MultipartForm:
-    """Return a form of these parts, with a random boundary."""
-    return MultipartForm(tuple(parts), f"epd-{secrets.token_hex(16)}")
 
 
 def read_form(raw: bytes | bytearray, content_type: str) -> Iterator[FormPart]:

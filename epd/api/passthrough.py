@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from epd.api.body import NO_CUTS, Cuts, Pieces, dump_json, parse_json
 from epd.api.endpoint import RESERVED, Endpoint, check_xargs, reserved_field
-from epd.api.forms import FormPart, new_form, read_form
+from epd.api.forms import FormPart, MultipartForm, read_form
 from epd.api.items import (
     Body,
     Form,
@@ -66,6 +66,9 @@ class PassedOn(Endpoint):
     generates = False
     operation: ClassVar[str | None] = None
 
+    def __init__(self, path: str) -> None:
+        self.path = path
+
 
 class Embeddings(PassedOn):
     """OpenAI's embeddings of texts, and vLLM's embeddings of conversations.
@@ -74,7 +77,6 @@ class Embeddings(PassedOn):
     """
 
     # `vllm/entrypoints/pooling/embed/protocol.py`
-    path = "/v1/embeddings"
     operation: ClassVar[str | None] = "embeddings"
 
     def items(self, body: Body) -> Iterator[MMItem]:
@@ -86,7 +88,6 @@ class Embeddings(PassedOn):
 class Tokenize(PassedOn):
     """vLLM's conversion of a prompt or a conversation to tokens."""
 
-    path = "/tokenize"
     salted = False
 
     def items(self, body: Body) -> Iterator[MMItem]:
@@ -97,7 +98,6 @@ class Tokenize(PassedOn):
 class Detokenize(PassedOn):
     """vLLM's conversion of tokens to a prompt."""
 
-    path = "/detokenize"
     salted = False
 
 
@@ -105,9 +105,6 @@ class Transcriptions(PassedOn):
     """OpenAI's transcriptions and translations: a form with a file, which the proxy rewrites."""
 
     salted = False
-
-    def __init__(self, path: str) -> None:
-        self.path = path
 
     def read(
         self,
@@ -121,7 +118,7 @@ class Transcriptions(PassedOn):
             RequestRefused: 415, the body is not a form.
             BadRequest: the form is malformed, or has a field that instances must not get.
         """
-        form = new_form(_kept(read_form(raw, content_type)))
+        form = MultipartForm(tuple(_kept(read_form(raw, content_type))))
         model = next((part.text() for part in form.parts if part.name == "model"), None)
         named = {"form": form} if model is None else {"model": model, "form": form}
         return named, NO_CUTS, len(raw)
@@ -193,9 +190,6 @@ def _written_xargs(text: str) -> FormPart:
 class Score(PassedOn):
     """vLLM's scores of pairs, each side a text or content parts."""
 
-    def __init__(self, path: str) -> None:
-        self.path = path
-
     def items(self, body: Body) -> Iterator[MMItem]:
         for field in SCORED:
             value = body.get(field)
@@ -213,14 +207,12 @@ class Rerank(Score):
 class Classify(Embeddings):
     """vLLM's classification of texts or of a conversation."""
 
-    path = "/classify"
     operation = None
 
 
 class Pooling(Embeddings):
     """vLLM's pooled hidden states of texts or of a conversation."""
 
-    path = "/pooling"
     operation = None
 
     def check(self, body: Body) -> None:
@@ -239,7 +231,6 @@ class Pooling(Embeddings):
 class CohereEmbed(PassedOn):
     """Cohere's embeddings of texts, of images, or of inputs of both."""
 
-    path = "/v2/embed"
     salted = False
     operation = "embeddings"
 

@@ -4,10 +4,10 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
-from pydantic_settings import NoDecode
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, SecretStr
 from yarl import URL
 
+from ec_store.urls import check_url
 from epd.json_or_none import json_or_none
 from epd.routing.urls import (
     base_url,
@@ -28,8 +28,9 @@ NO_INSTANCES = frozenset({"", "disable", "none"})
 TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,64}")
 """Name of a header or a method (RFC 9110, token), up to 64 characters."""
 
-ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@*,\"]+")
-"""Origin of a web page as browsers write it: only scheme, host and port."""
+ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\s/?#@*,\"]+")
+"""Origin of a web page as browsers write it: only scheme, host and port. `null` is invalid: every
+sandboxed page, of any site, has this origin."""
 
 ROOT_PATH = re.compile(r"(/[A-Za-z0-9_~-][A-Za-z0-9._~-]*)+")
 """Path with only one spelling: no percent-encoding, and no segment that begins with a dot."""
@@ -46,58 +47,10 @@ def _split_urls(value: Any) -> Any:
     return tuple(url.strip() for url in value.split(",") if url.strip())
 
 
-def _split_addresses(value: Any) -> Any:
+def _split_all(value: Any) -> Any:
     if not isinstance(value, str):
         return value
-    return tuple(address.strip() for address in value.split(",")) if value.strip() else ()
-
-
-def _check_urls(urls: tuple[str, ...]) -> tuple[str, ...]:
-    checked = tuple(map(base_url, urls))
-    _check_named_once(checked)
-    return checked
-
-
-def _check_named_once(urls: Sequence[str]) -> None:
-    for url in urls:
-        if urls.count(url) > 1:
-            raise ValueError(f"{url!r} is named twice")
-
-
-def _check_secret(secret: SecretStr) -> SecretStr:
-    if len(secret) < MIN_SECRET:
-        raise ValueError(f"must have at least {MIN_SECRET} characters")
-    return secret
-
-
-def _check_admin_key(key: SecretStr) -> SecretStr:
-    if KEY.fullmatch(key.get_secret_value()) is None:
-        raise ValueError("must have 16 to 512 printable ASCII characters and no space")
-    return key
-
-
-def _split_domains(value: Any) -> Any:
-    if not value:
-        return ()
-    return value.split(",") if isinstance(value, str) else value
-
-
-def _check_domain(domain: str) -> str:
-    """Return the host as `yarl.URL.raw_host` spells it."""
-    name = domain.strip()
-    try:
-        host = URL.build(scheme="https", host=name.strip("[]")).raw_host
-    except ValueError:
-        host = None
-    if not host or set(name) & set("*/@% "):
-        raise ValueError(f"{domain!r} is not a host name such as media.example.com")
-    return host.rstrip(".")
-
-
-def _check_header_name(name: str) -> str:
-    if TOKEN.fullmatch(name) is None:
-        raise ValueError(f"{name!r} is not the name of a header")
-    return name.lower()
+    return tuple(part.strip() for part in value.split(",")) if value.strip() else ()
 
 
 def _json_list(value: Any) -> Any:
@@ -112,20 +65,40 @@ def _json_list(value: Any) -> Any:
     return tuple(listed)
 
 
-def _check_origin(origin: str) -> str:
-    # "null" is invalid: every sandboxed page, of any site, has this origin.
-    if origin != "*" and ORIGIN.fullmatch(origin) is None:
-        raise ValueError(
-            f"{origin!r} is not an origin such as https://chat.example.com, in lower case and "
-            "without a path, or *"
-        )
-    return origin
+def check_named_once(names: Sequence[str]) -> None:
+    """Raise `ValueError` for a name that appears twice. Empty names may."""
+    for name in names:
+        if name and names.count(name) > 1:
+            raise ValueError(f"{name!r} is named twice")
 
 
-def _check_token(name: str) -> str:
-    if TOKEN.fullmatch(name) is None:
-        raise ValueError(f"{name!r} is not the name of a method or a header")
-    return name
+def _check_urls(urls: tuple[str, ...]) -> tuple[str, ...]:
+    checked = tuple(map(base_url, urls))
+    check_named_once(checked)
+    return checked
+
+
+def _check_secret(secret: SecretStr) -> SecretStr:
+    if len(secret) < MIN_SECRET:
+        raise ValueError(f"must have at least {MIN_SECRET} characters")
+    return secret
+
+
+def _check_admin_key(key: SecretStr) -> SecretStr:
+    if KEY.fullmatch(key.get_secret_value()) is None:
+        raise ValueError("must have 16 to 512 printable ASCII characters and no space")
+    return key
+
+
+def _check_domain(name: str) -> str:
+    """Return the host as `yarl.URL.raw_host` spells it."""
+    try:
+        host = URL.build(scheme="https", host=name.strip("[]")).raw_host
+    except ValueError:
+        host = None
+    if not host or set(name) & set("*/@% "):
+        raise ValueError(f"{name!r} is not a host name such as media.example.com")
+    return host.rstrip(".")
 
 
 def _check_root_path(path: str | None) -> str | None:
@@ -135,28 +108,31 @@ def _check_root_path(path: str | None) -> str | None:
     return stripped or None
 
 
-def _check_tenant(name: str) -> str:
-    if NAME.fullmatch(name) is None:
-        raise ValueError(f"{name!r} is not the name of a tenant: up to 64 of A-Z a-z 0-9 . _ -")
-    return name
-
-
 def _check_weights(weights: tuple[str, ...]) -> tuple[str, ...]:
-    _check_named_once([url for url, _ in map(weight_of, weights)])
+    check_named_once([url for url, _ in map(weight_of, weights)])
     return weights
 
 
 def _check_event_addresses(addresses: tuple[str, ...]) -> tuple[str, ...]:
     urls = [url for url, _ in map(named_events_address, addresses)]
-    for url in urls:
-        if urls.count(url) > 1:
-            raise ValueError(f"names {url!r} twice" if url else "has two addresses without a URL")
+    if urls.count("") > 1:
+        raise ValueError("has two addresses without a URL")
+    check_named_once(urls)
     return addresses
 
 
 def _check_name_server(server: str) -> str:
     name_server(server)
     return server
+
+
+def _matches(pattern: re.Pattern[str], what: str) -> AfterValidator:
+    def check(text: str) -> str:
+        if pattern.fullmatch(text) is None:
+            raise ValueError(f"{text!r} is not {what}")
+        return text
+
+    return AfterValidator(check)
 
 
 def _if_set(check: Callable[[Any], object]) -> AfterValidator:
@@ -171,19 +147,18 @@ KeySecret = Annotated[SecretStr | None, _OR_NONE, _if_set(_check_secret)]
 AdminKey = Annotated[SecretStr | None, _OR_NONE, _if_set(_check_admin_key)]
 Secret = Annotated[SecretStr | None, _OR_NONE]
 DnsServer = Annotated[str | None, _OR_NONE, _if_set(_check_name_server)]
-StoreUrl = Annotated[str | None, _URL_OR_NONE]
+StoreUrl = Annotated[str | None, _URL_OR_NONE, _if_set(check_url)]
 EndpointUrl = Annotated[str | None, _URL_OR_NONE, _if_set(base_url)]
 RegistrationStore = Annotated[str | None, _URL_OR_NONE, _if_set(registration_store_url)]
 ConversationStore = Annotated[str | None, _STORE_OR_NONE, _if_set(conversation_store_url)]
 RootPath = Annotated[str | None, AfterValidator(_check_root_path)]
-HeaderName = Annotated[str, AfterValidator(_check_header_name)]
+HeaderName = Annotated[str, _matches(TOKEN, "the name of a header"), AfterValidator(str.lower)]
 
 T = TypeVar("T")
 
-_UrlList = Annotated[tuple[T, ...], NoDecode, BeforeValidator(_split_urls)]
-_AddressList = Annotated[tuple[T, ...], NoDecode, BeforeValidator(_split_addresses)]
-_DomainList = Annotated[tuple[T, ...], NoDecode, BeforeValidator(_split_domains)]
-_JsonList = Annotated[tuple[T, ...], NoDecode, BeforeValidator(_json_list)]
+_UrlList = Annotated[tuple[T, ...], BeforeValidator(_split_urls)]
+_List = Annotated[tuple[T, ...], BeforeValidator(_split_all)]
+_JsonList = Annotated[tuple[T, ...], BeforeValidator(_json_list)]
 
 Urls = Annotated[_UrlList[str], AfterValidator(_check_urls)]
 Services = Annotated[
@@ -192,14 +167,24 @@ Services = Annotated[
 ZmqAddresses = _UrlList[Annotated[str, AfterValidator(zmq_address)]]
 Weights = Annotated[_UrlList[str], AfterValidator(_check_weights)]
 PolicyNames = _UrlList[str]
-Addresses = _AddressList[str]
+Addresses = _List[str]
 """Addresses, one per instance; an empty one stands for an instance that needs no address."""
-EventAddresses = Annotated[_AddressList[str], AfterValidator(_check_event_addresses)]
-TenantNames = _AddressList[Annotated[str, AfterValidator(_check_tenant)]]
-Domains = _DomainList[Annotated[str, AfterValidator(_check_domain)]]
-HostPatterns = _DomainList[Annotated[str, AfterValidator(check_pattern)]]
-Origins = _JsonList[Annotated[str, AfterValidator(_check_origin)]]
-Methods = _JsonList[Annotated[str, AfterValidator(_check_token)]]
+EventAddresses = Annotated[_List[str], AfterValidator(_check_event_addresses)]
+TenantNames = _List[
+    Annotated[str, _matches(NAME, "the name of a tenant: up to 64 of A-Z a-z 0-9 . _ -")]
+]
+Domains = _List[Annotated[str, AfterValidator(_check_domain)]]
+HostPatterns = _List[Annotated[str, AfterValidator(check_pattern)]]
+Origins = _JsonList[
+    Annotated[
+        str,
+        _matches(
+            ORIGIN,
+            "an origin such as https://chat.example.com, in lower case and without a path, or *",
+        ),
+    ]
+]
+Methods = _JsonList[Annotated[str, _matches(TOKEN, "the name of a method or a header")]]
 HeaderNames = Methods
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -209,3 +194,7 @@ SecondsOrNone = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 def flag_of(field: str) -> str:
     """Return the flag of a setting."""
     return "--" + field.replace("_", "-")
+
+
+class Section(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+    """Fields of one topic, with their validation."""

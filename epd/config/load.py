@@ -3,24 +3,24 @@
 Values in the YAML file are taken as text, like those of the environment: `no`, `1e3` and `0x10`
 have the same meaning in both, independent of the version of YAML.
 
-The configuration in force can be written as YAML or JSON, without secrets.
+The configuration in force can be written as YAML, without secrets.
 """
 
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import orjson
 import yaml
-from pydantic import SecretStr, ValidationError
-from pydantic_settings import EnvSettingsSource
+from pydantic import ValidationError
+from yaml.constructor import ConstructorError
 
 from ec_store.config import redacted
 from epd.config.fields import flag_of
-from epd.config.flags import PREFIX, SECRETS, Settings, group_of, name_of, variables_of
+from epd.config.flags import FIELDS, GROUPS, PREFIX, SECRETS, name_of, variables_of
 from epd.config.proxy_config import ConfigInvalid, ProxyConfig
 from epd.parser import unknown_message
 
@@ -55,21 +55,21 @@ class Given:
 
 
 def from_environment() -> dict[str, Given]:
-    """Return the settings of the environment, by the names of `Settings`."""
-    present = {variable.upper() for variable in os.environ}
-    names = {variables_of(name)[0]: name for name in Settings.model_fields}
+    """Return the settings of the environment, by the names of `FIELDS`."""
+    values = {variable.upper(): value for variable, value in os.environ.items()}
     found = {}
-    for alias, value in EnvSettingsSource(Settings)().items():
-        name = names.get(alias, alias)
-        variable = next(each for each in variables_of(name) if each in present)
-        if not _is_service_link(variable, value):
-            found[name] = Given(value, "environment", variable, variable)
+    for name in FIELDS:
+        for variable in variables_of(name):
+            value = values.get(variable)
+            if value is not None and not _is_service_link(variable, value):
+                found[name] = Given(value, "environment", variable, variable)
+                break
     return found
 
 
 def unknown_variables() -> Iterator[str]:
     """Yield a message for each variable that has the prefix of settings and is unknown."""
-    known = [variable for name in Settings.model_fields for variable in variables_of(name)]
+    known = [variable for name in FIELDS for variable in variables_of(name)]
     for name, value in os.environ.items():
         variable = name.upper()
         if not variable.startswith(PREFIX) or variable.startswith(OTHERS) or variable in known:
@@ -90,9 +90,6 @@ PLAIN = {f"{STANDARD}{kind}" for kind in ("str", "int", "float", "bool", "timest
 OCTAL = re.compile(r"[-+]?0[0-9_]+")
 """Number with a leading 0: octal in YAML 1.1, decimal in YAML 1.2."""
 
-Say = Callable[[yaml.Node, str], None]
-"""Function called with a node and its error message."""
-
 
 def read_yaml(path: Path, names: Collection[str], reasons: list[str]) -> dict[str, Given]:
     """Return the settings of a file. A key without a value sets nothing.
@@ -107,16 +104,18 @@ def read_yaml(path: Path, names: Collection[str], reasons: list[str]) -> dict[st
         return {}
     if not isinstance(root, yaml.MappingNode):
         raise ConfigInvalid([f"{path}:{_line(root)}: must be lines of `name: value`"])
-
-    def add_problem(node: yaml.Node, reason: str) -> None:
-        reasons.append(f"{path}:{_line(node)}: {reason}")
-
+    lines: dict[str, int] = {}
     found: dict[str, Given] = {}
-    for key, node in _entries(root, names, add_problem):
-        value = _value(key.value, node, add_problem)
+    for key, node in root.value:
+        try:
+            name = _name(key, names, lines)
+            value = _value(name, node)
+        except ConstructorError as error:
+            reasons.append(_reason(path, error))
+            continue
         if value is not None:
             where = f"{path}:{_line(key)}"
-            found[key.value] = Given(value, "file", where, f"{where}: {key.value}")
+            found[name] = Given(value, "file", where, f"{where}: {name}")
     return found
 
 
@@ -131,51 +130,58 @@ def _parsed(path: Path) -> yaml.Node | None:
     try:
         node: yaml.Node | None = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
-        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigInvalid([f"{path}{line}: {error.problem}"]) from None
+        raise ConfigInvalid([_reason(path, error)]) from None
     except (yaml.YAMLError, RecursionError) as error:
         raise ConfigInvalid([f"{path}: {type(error).__name__}: is not YAML"]) from None
     return node
 
 
-def _entries(
-    root: yaml.MappingNode, names: Collection[str], say: Say
-) -> Iterator[tuple[yaml.ScalarNode, yaml.Node]]:
-    lines: dict[str, int] = {}
-    for key, node in root.value:
-        if not isinstance(key, yaml.ScalarNode):
-            say(key, "the name of a setting must be a word")
-        elif key.value in SECRETS:
-            say(
-                key,
-                f"{key.value} is a secret and not allowed in this file: set "
-                f"{variables_of(key.value)[0]}, or {key.value}_file",
-            )
-        elif key.value not in names:
-            say(key, unknown_message(key.value, names))
-        elif key.value in lines:
-            say(key, f"{key.value} is already set in line {lines[key.value]}")
-        else:
-            lines[key.value] = _line(key)
-            yield key, node
+def _reason(path: Path, error: yaml.MarkedYAMLError) -> str:
+    line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+    return f"{path}{line}: {error.problem}"
 
 
-def _value(name: str, node: yaml.Node, say: Say) -> Any:
+def _name(key: yaml.Node, names: Collection[str], lines: dict[str, int]) -> str:
+    """Return the name of a setting, and enter its line in `lines`."""
+    if not isinstance(key, yaml.ScalarNode):
+        raise _invalid(key, "the name of a setting must be a word")
+    name = str(key.value)
+    if name in SECRETS:
+        raise _invalid(
+            key,
+            f"{name} is a secret and not allowed in this file: set {variables_of(name)[0]}, or "
+            f"{name}_file",
+        )
+    if name not in names:
+        raise _invalid(key, unknown_message(name, names))
+    if name in lines:
+        raise _invalid(key, f"{name} is already set in line {lines[name]}")
+    lines[name] = _line(key)
+    return name
+
+
+def _value(name: str, node: yaml.Node) -> str | tuple[str, ...] | None:
     """Return the value as text, or as a tuple of texts; None if there is no value."""
     if isinstance(node, yaml.SequenceNode):
-        return tuple(_text(f"an item of {name}", element, say) or "" for element in node.value)
-    return _text(name, node, say)
+        return tuple(_text(f"an item of {name}", element) or "" for element in node.value)
+    return _text(name, node)
 
 
-def _text(name: str, node: yaml.Node, say: Say) -> str | None:
+def _text(name: str, node: yaml.Node) -> str | None:
     if not isinstance(node, yaml.ScalarNode):
-        say(node, f"{name} must be a value" + ("" if " " in name else ", or a list of values"))
-        return None
+        more = "" if " " in name else ", or a list of values"
+        raise _invalid(node, f"{name} must be a value{more}")
     if node.tag not in PLAIN:
-        say(node, f"{name} has the tag {node.tag}, which is not supported: remove it")
+        raise _invalid(node, f"{name} has the tag {node.tag}, which is not supported: remove it")
     if node.style is None and OCTAL.fullmatch(node.value):
-        say(node, f"{name} begins with a 0, which YAML reads as an octal number: remove the 0")
+        raise _invalid(
+            node, f"{name} begins with a 0, which YAML reads as an octal number: remove the 0"
+        )
     return None if node.tag == NULL else str(node.value)
+
+
+def _invalid(node: yaml.Node, problem: str) -> ConstructorError:
+    return ConstructorError(problem=problem, problem_mark=node.start_mark)
 
 
 def _line(node: yaml.Node) -> int:
@@ -187,7 +193,7 @@ NO_TEXT = re.compile(r"[\ud800-\udfff]")
 """Characters that Python decodes from invalid UTF-8 in flags and in the environment."""
 
 Layer = Mapping[str, Given]
-"""Settings of one source, by the names of `Settings`."""
+"""Settings of one source, by the names of `FIELDS`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +202,7 @@ class Loaded:
 
     Attributes:
         config: complete configuration.
-        given: settings with a given value, by the names of `Settings`; the others have defaults.
+        given: settings with a given value, by the names of `FIELDS`; the others have defaults.
         unknown: messages about unknown variables that have the prefix of settings. They are not
             errors: the environment may have the variables of other programs.
     """
@@ -210,7 +216,7 @@ def load(flags: Mapping[str, Any]) -> Loaded:
     """Return the configuration from these flags, the current environment and the current file.
 
     Args:
-        flags: given flags, by the names of `Settings`.
+        flags: given flags, by the names of `FIELDS`.
 
     Raises:
         ConfigInvalid: settings are invalid; the error lists all of them.
@@ -239,7 +245,7 @@ def _file(layers: Iterable[Layer], reasons: list[str]) -> Layer:
     named = next((layer["config"].value for layer in layers if "config" in layer), "")
     if not str(named):
         return {}
-    names = [name for name in Settings.model_fields if name != "config"]
+    names = [name for name in FIELDS if name != "config"]
     try:
         return read_yaml(Path(named), names, reasons)
     except ConfigInvalid as invalid:
@@ -314,48 +320,22 @@ def _error_lines(invalid: ValidationError, given: Layer, *, complete: bool) -> l
     return lines
 
 
-HIDDEN = "**********"
-
-
 def as_yaml(loaded: Loaded) -> str:
     """Return a file for `--config` with the same settings; secrets and passwords are comments."""
-    lines, groups = list[str](), dict[str, list[str]]()
-    for name, shown, is_hidden in _settings(loaded):
-        hidden = "# " if is_hidden else ""
-        where = f" {shown['where']}" if shown["where"] else ""
-        line = f"{hidden}{name}: {orjson.dumps(shown['value']).decode()}  # {shown['from']}{where}"
-        groups.setdefault(group_of(name), []).append(line)
-    for title, settings in groups.items():
-        lines += [f"# {title}", *settings, ""]
-    return "\n".join(lines)
+    values = loaded.config.model_dump(mode="json")  # secrets as asterisks
+    return "\n".join(
+        f"# {title}\n{''.join(_lines(section.model_fields, values, loaded.given))}"
+        for title, section in GROUPS.items()
+    )
 
 
-def as_json(loaded: Loaded) -> str:
-    """Return the settings as JSON: `{name: {"value": …, "from": …, "where": …}}`."""
-    shown = {name: setting for name, setting, _ in _settings(loaded)}
-    return orjson.dumps(shown, option=orjson.OPT_INDENT_2, default=str).decode()
-
-
-def _settings(loaded: Loaded) -> Iterator[tuple[str, dict[str, Any], bool]]:
-    """Yield the name and the value of each setting, and whether a part of the value is hidden."""
-    for name in Settings.model_fields:
-        given = loaded.given.get(name)
-        if name == "config" or (name in SECRETS and given is None):
+def _lines(names: Iterable[str], values: Mapping[str, Any], given: Layer) -> Iterator[str]:
+    for name in names:
+        setting = given.get(name)
+        if name == "config" or (name in SECRETS and setting is None):
             continue
-        value = getattr(loaded.config, name, given and given.value)
-        shown = _shown(value)
-        source, where = ("default", None) if given is None else (given.source, given.where)
-        is_hidden = name in SECRETS or (isinstance(value, str) and shown != value)
-        yield name, {"value": shown, "from": source, "where": where}, is_hidden
-
-
-def _shown(value: Any) -> Any:
-    match value:
-        case SecretStr():
-            return HIDDEN
-        case str() if "://" in value:
-            return redacted(value)
-        case None | bool() | int() | float() | str() | tuple():
-            return value
-        case _:
-            return str(value)
+        value = values.get(name, setting and setting.value)
+        shown = redacted(value) if isinstance(value, str) and "://" in value else value
+        hidden = "# " if name in SECRETS or shown != value else ""
+        origin = "default" if setting is None else f"{setting.source} {setting.where}"
+        yield f"{hidden}{name}: {orjson.dumps(shown).decode()}  # {origin}\n"

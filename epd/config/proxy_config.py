@@ -1,17 +1,39 @@
 """Configuration of the proxy: all settings, checked against each other. An immutable value."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Self
 
 from pydantic import ValidationInfo, field_validator, model_validator
 
-from ec_store.urls import check_url
-from epd.config.fields import flag_of
+from epd.config.fields import check_named_once, flag_of
 from epd.config.sections import ConfigFields
 from epd.config.sections.instances import ENCODE_SOURCES
-from epd.policies.registry import Active, activate, check_suited
+from epd.policies.registry import Policies, make_policies
 from epd.routing.instances import Role
 from epd.transfer.registry import EC_TRANSFERS, KV_TRANSFERS
+
+NEEDS = (
+    ("registration_hosts", "dynamic_registration", ""),
+    ("registration_store", "dynamic_registration", ""),
+    ("kv_events_addrs", "kv_events", ""),
+    ("ssl_ca_certs", "ssl_certfile", ""),
+    ("allow_credentials", "allowed_origins", ""),
+    # Without keys all clients are one tenant, and any client could lock out the others.
+    ("tenant_max_requests", "api_keys_file", ""),
+    ("tenant_requests_per_minute", "api_keys_file", ""),
+    ("trusted_tenants", "api_keys_file", ""),
+    (
+        "allow_private_media",
+        "allowed_media_domains",
+        ": without it, a request could reach every internal host",
+    ),
+    (
+        "media_fetch_trust_env",
+        "allowed_media_domains",
+        ": the forward proxy resolves the names, so their addresses cannot be checked",
+    ),
+)
+"""Settings that need another one, with the reason if the message gives it."""
 
 
 class ProxyConfig(ConfigFields):
@@ -20,11 +42,6 @@ class ProxyConfig(ConfigFields):
     Each field is a flag of `epd serve` and an environment variable `EPD_<FIELD>`. Its description
     is the flag's help.
     """
-
-    @field_validator("ec_store")
-    @classmethod
-    def _check_store(cls, url: str | None) -> str | None:
-        return url and check_url(url)
 
     @model_validator(mode="after")
     def _check_ec_transfer(self) -> Self:
@@ -103,7 +120,7 @@ class ProxyConfig(ConfigFields):
             )
         decodes = self.decode_servers_urls or self.discover_decode or self.discover_prefill_decode
         if not (decodes or self.dynamic_registration or self.instances_file):
-            if not self._decode_is_named:
+            if self.decode_from == "table":
                 raise ValueError(f"--decode-servers-urls is required, or {sources}")
             if not self.decode_hosts:
                 raise ValueError(
@@ -132,20 +149,16 @@ class ProxyConfig(ConfigFields):
 
     @model_validator(mode="after")
     def _check_policies(self) -> Self:
-        active_policies(self, self.policies)
+        if self.decode_from == "picker" and self.decode_picker_url is None:
+            raise ValueError("--decode-from picker needs --decode-picker-url")
+        make_checked_policies(self)
         return self
 
-    @property
-    def _decode_is_named(self) -> bool:
-        """Return whether a client or a picker may name decode instances outside the table."""
-        return self.decode_from != "table" or any(
-            f"decode_from={other}" in policy
-            for policy in self.policies
-            for other in ("header", "picker")
-        )
-
     @model_validator(mode="after")
-    def _check_sources(self) -> Self:
+    def _check_needs(self) -> Self:
+        for name, needed, why in NEEDS:
+            if getattr(self, name) and not getattr(self, needed):
+                raise ValueError(f"{flag_of(name)} needs {flag_of(needed)}{why}")
         if self.dynamic_registration and self.admin_api_key is None:
             raise ValueError(
                 "--dynamic-registration needs EPD_ADMIN_API_KEY or ADMIN_API_KEY: a registered "
@@ -156,39 +169,30 @@ class ProxyConfig(ConfigFields):
 
 def _check_apart(flags: str, addresses: Sequence[str]) -> None:
     """Raise an error for an address of two instances: one would get the other's data."""
-    for address in addresses:
-        if address and addresses.count(address) > 1:  # empty: the instance needs no address
-            raise ValueError(f"{flags}: {address!r} is named twice")
+    try:
+        check_named_once(addresses)
+    except ValueError as error:
+        raise ValueError(f"{flags}: {error}") from None
 
 
-def active_policies(config: ConfigFields, policies: Sequence[str]) -> tuple[Active, ...]:
-    """Return the active policies of their text forms; settings are their default options.
+def make_checked_policies(config: ConfigFields) -> Policies:
+    """Return the policies of a configuration.
 
     Raises:
         ValueError: a policy is unknown or cannot be used.
     """
-    local = config.local_prefill_url or next(iter(config.prefill_servers_urls), None)
-    settings: Mapping[str, object] = {
-        "skip_prefill_below_tokens": config.skip_prefill_below_tokens,
-        "skip_prefill_for_text": config.skip_prefill_for_text,
-        "local_prefill_url": local,
-        "encode_below_pixels": config.encode_below_pixels,
-        "decode_choice": config.decode_choice,
-        "decode_from": config.decode_from,
-        "decode_picker_url": config.decode_picker_url,
-    }
-    active = activate(policies, settings)
-    for policy in active:
-        url = policy.options.get("local_prefill_url")
-        if url is not None and url not in config.prefill_servers_urls and not config.dynamic:
-            raise ValueError(f"{policy.name}: {url} must be one of --prefill-servers-urls")
+    first = next(iter(config.prefill_servers_urls), None)
+    local = config.local_prefill_url or first
+    made = make_policies(config.policies, vars(config) | {"local_prefill_url": local})
+    policies = Policies(made, config.decode_from, config.decode_choice)
     if not config.dynamic:
-        check_suited(
-            active,
+        if "prefill_local_decode_remote" in made and local not in config.prefill_servers_urls:
+            raise ValueError(f"--local-prefill-url {local} must be one of --prefill-servers-urls")
+        policies.check_suited(
             frozenset(instance.role for instance in config.instances),
             pushed=EC_TRANSFERS[config.ec_transfer].pushed,
         )
-    return active
+    return policies
 
 
 class ConfigInvalid(ValueError):

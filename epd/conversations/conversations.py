@@ -91,7 +91,7 @@ class Conversations:
     def from_config(cls, config: ConfigFields) -> Self:
         """Return the conversations of the configured store: a context manager that closes it."""
         if (url := config.conversation_store) is None:
-            return cls(ConversationsInMemory(config.max_conversations), config)
+            return cls(ConversationsInMemory(), config)
         return cls(ConversationsInRedis(url), config)
 
     async def __aenter__(self) -> Self:

@@ -10,6 +10,9 @@ from collections.abc import Callable
 
 from epd.redis_urls import close, redis_client, redis_errors
 
+MAX_ENTRIES = 10_000
+"""Maximum of conversations in memory, per process."""
+
 MAX_TOTAL_BYTES = 256 * 1024**2
 """Maximum size of all entries. Few entries are larger than some kilobytes."""
 
@@ -30,7 +33,7 @@ class ConversationsInMemory:
 
     def __init__(
         self,
-        most: int,
+        most: int = MAX_ENTRIES,
         clock: Callable[[], float] = time.monotonic,
         max_bytes: int = MAX_TOTAL_BYTES,
     ) -> None:

@@ -8,7 +8,8 @@ import dns.asyncresolver
 import dns.exception
 import dns.resolver
 
-from epd.routing.urls import is_address, name_server
+from epd.http.http1 import is_address
+from epd.routing.urls import name_server
 
 LookUp = Callable[[str], Awaitable[frozenset[str]]]
 """Returns all addresses of a name; an empty set if it has none. Raises `LookUpFailed`."""
@@ -29,9 +30,8 @@ class DnsState:
     be true, as after scaling to zero, and takes effect after a delay.
     """
 
-    def __init__(self, empty_s: float = EMPTY_S) -> None:
+    def __init__(self) -> None:
         self.current: frozenset[str] = frozenset()
-        self._empty_s = empty_s
         self._empty_since_s = math.inf
 
     def record_addresses(self, addresses: Collection[str], now_s: float) -> None:
@@ -40,11 +40,10 @@ class DnsState:
             self._empty_since_s = math.inf
             return
         self._empty_since_s = min(self._empty_since_s, now_s)
-        if now_s - self._empty_since_s >= self._empty_s:
+        if now_s - self._empty_since_s >= EMPTY_S:
             self.current = frozenset()
 
     def record_failure(self) -> None:
-        """Record a failed lookup: it restarts the delay of an empty answer."""
         self._empty_since_s = math.inf
 
 

@@ -1,6 +1,7 @@
 """Parsers of instances: in a file, in a store of registrations, in `POST /instances`."""
 
 from collections.abc import Iterable
+from dataclasses import fields
 from typing import Annotated, Any, Self
 
 import orjson
@@ -141,17 +142,12 @@ def write_json(instances: Iterable[Instance]) -> bytes:
 
 
 def _row(instance: Instance) -> dict[str, Any]:
-    row: dict[str, Any] = {"role": instance.role, "url": instance.url, "dp_size": instance.dp_size}
     # Older proxies reject unknown fields, so defaults are omitted.
-    if instance.kv_addr:
-        row["kv_addr"] = instance.kv_addr
-    if instance.ec_zmq_addrs:
-        row["ec_zmq_addrs"] = instance.ec_zmq_addrs
-    if instance.weight != 1:
-        row["weight"] = instance.weight
-    if instance.kv_events:
-        row["kv_events"] = instance.kv_events
-    return row
+    return {
+        field.name: value
+        for field in fields(instance)
+        if (value := getattr(instance, field.name)) != field.default
+    }
 
 
 def _read(document: Any) -> tuple[Instance, ...]:

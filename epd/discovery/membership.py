@@ -193,7 +193,6 @@ def _watches(
     if config.instances_file is not None:
         yield WatchedFile(config.instances_file, registry, pages and pages.last_file)
     if config.discovered_instances:
-        services, interval_s = config.discovered_instances, config.discovery_interval_s
         look_up = DnsNames(config.discovery_dns_server).resolve_addresses
         last = pages and pages.last_names
-        yield WatchedNames(services, look_up, interval_s, registry, upstream, last)
+        yield WatchedNames(config.discovered_instances, look_up, registry, upstream, last)

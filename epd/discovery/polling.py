@@ -1,21 +1,18 @@
 """Periodic requests to every instance while the proxy runs: health, load and namespace."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, field
 from traceback import extract_tb
-from typing import Generic, TypeVar
+from typing import NamedTuple, TypeVar
 
 import structlog
 
 from ec_store.bounded import BoundedDict
 from epd.aio import Background
 from epd.config.sections import ConfigFields
-from epd.config.sections.routing import RouteSettings
 from epd.errors import Overloaded, ProxyError
-from epd.routing import BalanceName, ItemBalanceName
-from epd.routing.instances import ANSWERING, Instance, Role
+from epd.routing.instances import Instance, Role
 from epd.routing.namespaces import Namespaces
 from epd.routing.reports import Report, read_namespace, read_report, writes_outputs
 from epd.routing.table import InstanceTable
@@ -30,14 +27,22 @@ TICK_S = 0.25
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Polling(Generic[T]):
-    """Periodic request to all instances, each in a separate task.
+def poll_instances(  # noqa: PLR0913 - its callbacks
+    task: str,
+    due: Callable[[], Iterable[Instance]],
+    ask: Callable[[Instance], Awaitable[T | None]],
+    tell: Callable[[Instance, T | None], None],
+    background: Background,
+    *,
+    unexpected: T | None = None,
+    tick_s: float = TICK_S,
+) -> AbstractAsyncContextManager[None]:
+    """Ask instances in the background until the context exits, each in a separate task.
 
     An unexpected exception costs the instance one answer and does not affect the others. Each one
     is counted. It is logged with its traceback once for each instance and cause.
 
-    Attributes:
+    Args:
         task: name in the log and in the metric of background tasks.
         due: returns the instances to ask now. Each answer goes to `tell`, exactly once.
         ask: asks one instance. It handles the expected errors.
@@ -46,54 +51,38 @@ class Polling(Generic[T]):
         unexpected: answer to record for an instance if `ask` raises.
         tick_s: interval in which `due` is called, in seconds.
     """
+    causes: BoundedDict[Instance, tuple[str, str, int | None]] = BoundedDict(MAX_FAULTS)
 
-    task: str
-    due: Callable[[], Iterable[Instance]]
-    ask: Callable[[Instance], Awaitable[T | None]]
-    tell: Callable[[Instance, T | None], None]
-    background: Background
-    unexpected: T | None = None
-    tick_s: float = TICK_S
-    _faults: BoundedDict[Instance, tuple[str, str, int | None]] = field(
-        default_factory=lambda: BoundedDict(MAX_FAULTS)
-    )
-
-    def run_polling(self) -> AbstractAsyncContextManager[None]:
-        """Ask in the background until the context exits."""
-        return self.background.run_task(self.task, self._run)
-
-    async def _run(self) -> None:
-        async with asyncio.TaskGroup() as group:
-            while True:
-                for instance in self.due():
-                    group.create_task(self._ask(instance))
-                await asyncio.sleep(self.tick_s)
-
-    async def _ask(self, instance: Instance) -> None:
+    async def ask_one(instance: Instance) -> None:
         answer: T | None = None
         try:
-            answer = await self.ask(instance)
-            self._faults.pop(instance, None)
+            answer = await ask(instance)
+            causes.pop(instance, None)
         except Exception as error:  # noqa: BLE001 - every exception is logged and counted
-            answer = self.unexpected
-            self._log_exception(instance, error)
+            answer = unexpected
+            background.count_exception(task)
+            raised = extract_tb(error.__traceback__)[-1]
+            cause = type(error).__name__, raised.filename, raised.lineno  # its message may vary
+            if causes.get(instance) != cause:
+                causes[instance] = cause
+                structlog.get_logger("epd").error(
+                    "asking an instance failed unexpectedly",
+                    task=task,
+                    instance=instance.url,
+                    role=instance.role,
+                    exc_info=error,
+                )
         finally:  # after a cancellation too: an instance without an answer is never due again
-            self.tell(instance, answer)
+            tell(instance, answer)
 
-    def _log_exception(self, instance: Instance, error: Exception) -> None:
-        self.background.count_exception(self.task)
-        raised = extract_tb(error.__traceback__)[-1]
-        cause = type(error).__name__, raised.filename, raised.lineno  # its message may vary
-        if self._faults.get(instance) == cause:
-            return
-        self._faults[instance] = cause
-        structlog.get_logger("epd").error(
-            "asking an instance failed unexpectedly",
-            task=self.task,
-            instance=instance.url,
-            role=instance.role,
-            exc_info=error,
-        )
+    async def run() -> None:
+        async with asyncio.TaskGroup() as group:
+            while True:
+                for instance in due():
+                    group.create_task(ask_one(instance))
+                await asyncio.sleep(tick_s)
+
+    return background.run_task(task, run)
 
 
 def probe_periodically(
@@ -114,87 +103,58 @@ def probe_periodically(
     def record_probe(instance: Instance, well: bool | None) -> None:
         table.record_probe(instance, well=well)
 
-    return Polling(
+    return poll_instances(
         "probes", table.probes_due, probe, record_probe, background, unexpected=False
-    ).run_polling()
+    )
 
 
 MAX_PAGE_BYTES = 4 * 1024**2
 """Maximum size of a page of metrics. vLLM's has some 100 KB for each engine and model."""
 
 
-def poll_load(
+class _MetricsPage(NamedTuple):
+    report: Report | None
+    namespace: str
+    writes_outputs: bool
+
+
+def poll_metrics(  # noqa: PLR0913, PLR0917 - its collaborators
     table: InstanceTable,
+    namespaces: Namespaces,
     upstream: Upstream,
     config: ConfigFields,
     background: Background,
     compared: Callable[[], bool] = lambda: False,
 ) -> AbstractAsyncContextManager[None]:
-    """Ask for load in the background, every `load_interval_s`, until the context exits.
+    """Ask for metrics in the background, every `load_interval_s`, until the context exits.
 
-    `compared` returns whether loads of different roles are compared.
+    All instances are asked if they have namespaces in a store, or if `compared` returns that loads
+    of different roles are compared. Encode instances in turns need no load otherwise.
     """
     if not (interval_s := config.load_interval_s):
         return nullcontext()
+    balanced = set(Role) - ({Role.ENCODE} if config.encode_balance == "round_robin" else set())
 
     def due_instances() -> list[Instance]:
-        every = compared()
-        return table.reports_due(_roles(config, every=every), interval_s, single=every)
+        every = compared() or config.ec_store is not None
+        return table.reports_due(list(Role) if every else balanced, interval_s, single=every)
 
-    async def ask_load(instance: Instance) -> Report | None:
+    async def ask_page(instance: Instance) -> _MetricsPage | None:
         page = await _page(instance, upstream, config.health_timeout_s)
-        return None if page is None else read_report(page)
+        if page is None:
+            return None
+        return _MetricsPage(read_report(page), read_namespace(page), writes_outputs(page))
 
-    def record_report(instance: Instance, report: Report | None) -> None:
-        table.record_report(instance, report, interval_s)
+    def record_page(instance: Instance, page: _MetricsPage | None) -> None:
+        table.record_report(instance, page and page.report, interval_s)
+        if page is not None and config.ec_store is not None:
+            namespaces.record_namespace(instance, page.namespace)
+            namespaces.record_writes(instance, writes=page.writes_outputs)
 
     tick_s = min(interval_s / 8, TICK_S)
-    return Polling(
-        "reports", due_instances, ask_load, record_report, background, tick_s=tick_s
-    ).run_polling()
-
-
-def asking_namespaces(
-    namespaces: Namespaces, upstream: Upstream, config: ConfigFields, background: Background
-) -> AbstractAsyncContextManager[None]:
-    """Ask instances for their namespaces in the background, until the context exits.
-
-    With `load_interval_s` 0, or without a store, no instance is asked.
-    """
-    if not (config.load_interval_s and config.ec_store):
-        return nullcontext()
-
-    async def ask_page(instance: Instance) -> tuple[str, bool] | None:
-        page = await _page(instance, upstream, config.health_timeout_s)
-        return None if page is None else (read_namespace(page), writes_outputs(page))
-
-    def record_page(instance: Instance, answer: tuple[str, bool] | None) -> None:
-        if answer is not None:
-            namespace, writes = answer
-            namespaces.record_namespace(instance, namespace)
-            namespaces.record_writes(instance, writes=writes)
-
-    return Polling(
-        "namespaces", namespaces.due_instances, ask_page, record_page, background
-    ).run_polling()
-
-
-def _roles(config: RouteSettings, *, every: bool) -> list[Role]:
-    """Return the roles that need load reports.
-
-    Without `every`, these are the roles that are balanced by load, and those with engines that may
-    hang.
-    """
-    balances: Mapping[Role, BalanceName | ItemBalanceName] = {
-        Role.ENCODE: config.encode_balance,
-        Role.PREFILL: config.prefill_balance,
-        **dict.fromkeys(ANSWERING, config.decode_balance),
-    }
-    return [
-        role
-        for role, name in balances.items()
-        if every or name != "round_robin" or role is not Role.ENCODE
-    ]
+    return poll_instances(
+        "reports", due_instances, ask_page, record_page, background, tick_s=tick_s
+    )
 
 
 async def _page(instance: Instance, upstream: Upstream, timeout_s: float) -> bytes | None:

@@ -21,6 +21,9 @@ from epd.state_log import StateLog
 from epd.transfer.kv import KVTransfer
 from epd.upstream import Upstream
 
+LOOK_UP_S = 5.0
+"""Interval of looking up the names, in seconds."""
+
 FILE_POLL_S = 0.5
 """Interval of reading the file. New content must be read twice, because it may be half written."""
 
@@ -120,17 +123,16 @@ class WatchedNames:
     certificate name of each address.
     """
 
-    def __init__(  # noqa: PLR0913, PLR0917 - its collaborators
+    def __init__(
         self,
         services: Iterable[Instance],
         look_up: LookUp,
-        interval_s: float,
         registry: Registry,
         upstream: Upstream,
         last: SharedPage | None = None,
     ) -> None:
         """Watch names. `last` keeps their addresses for the workers that start later."""
-        self.interval_s = interval_s
+        self.interval_s = LOOK_UP_S
         self._last = last
         self._services = [(service, urlsplit(service.url).hostname or "") for service in services]
         self._addresses = look_up

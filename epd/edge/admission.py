@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple, Self
 from epd.config.sections import ConfigFields
 from epd.edge.tenant_use import RateLimiter, TenantUse
 from epd.errors import Overloaded, TooManyRequests, TryLater
+from epd.media.held_bytes import HeldBytes
 from epd.tenants import Tenant
 
 
@@ -131,7 +132,7 @@ REFUSALS: Mapping[Reason, tuple[type[TryLater], str, str]] = {
 
 
 @dataclass(slots=True, eq=False)
-class AdmittedRequest:
+class AdmittedRequest(HeldBytes):
     """Place and bytes of one request. The end of the context releases both.
 
     Attributes:
@@ -159,7 +160,19 @@ class AdmittedRequest:
         Raises:
             TooManyRequests: the tenant has too many requests, or the queue is full.
         """
-        self._ticket = self._admission.enter_queue(self._tenant, self._use)
+        admission, use = self._admission, self._use
+        most = admission.config.tenant_max_requests
+        use.begin_request()  # counted before the others' are read: see `TenantLedger`
+        try:
+            if most is not None and use.total_requests() > most:
+                raise admission.refusal("tenant_requests")
+            self._ticket = admission.door.enter_queue(self._tenant)
+        except QueueFull:
+            use.end_request()
+            raise admission.refusal("queue_full") from None
+        except TooManyRequests:
+            use.end_request()
+            raise
         return self._ticket
 
     @property
@@ -167,15 +180,12 @@ class AdmittedRequest:
         return self._tenant.name
 
     def separate_count(self) -> "AdmittedRequest":
-        """Return a separate count of bytes for the same tenant."""
         return AdmittedRequest(self._admission, self._tenant, self._use)
 
     def add(self, size: int) -> None:
-        """Count more bytes; raises as `grow` does."""
         self.grow(self.size + size)
 
     def try_add(self, size: int) -> bool:
-        """Count more bytes if there is room for them. Return whether there is."""
         if self._admission.find_room(self._use, size) is not None:
             return False
         self.set_size(self.size + size)
@@ -199,7 +209,6 @@ class AdmittedRequest:
         self._admission.check_room(self._use, size)
 
     def remove(self, size: int) -> None:
-        """Stop counting some of the bytes."""
         self.set_size(max(0, self.size - size))
 
     def set_size(self, size: int) -> None:
@@ -210,14 +219,10 @@ class AdmittedRequest:
         self.size = size
 
     def may_give_up(self, size: int, give_up: Callable[[], None]) -> None:
-        """Offer `size` of the counted bytes to requests that find no room.
-
-        `give_up` is then called, at most once, to free them.
-        """
+        """Offer counted bytes to requests that find no room; `give_up` is called at most once."""
         self._admission.offers[self] = Offer(self._use, size, give_up)
 
     def withdraw_offer(self) -> None:
-        """End the offer of `may_give_up`, if there is one."""
         self._admission.offers.pop(self, None)
 
     def release(self) -> None:
@@ -239,6 +244,7 @@ class Admission:
     """Admission control of one process: its limits and its current use. Bound to one event loop.
 
     Attributes:
+        config: limits of all workers together.
         door: admitted and queued requests.
         body_bytes: bytes of all bodies in memory.
         offers: requests that can do without some of their bytes, the oldest offer first.
@@ -267,7 +273,7 @@ class Admission:
         # The process gets its share of places and bytes, and the limits of tenants. The workers
         # together keep the configured limits, for any distribution of the requests: they share the
         # requests and the rates of tenants (`TenantLedger`).
-        self._config = config
+        self.config = config
         share = config.workers
         self.door = FairQueue(max(1, config.max_requests // share), config.max_queue // share)
         self._max_bytes = max(1, config.max_inflight_bytes // share)
@@ -298,21 +304,6 @@ class Admission:
             use = self._uses[tenant.name] = self._new_use(tenant.name)
         return use
 
-    def enter_queue(self, tenant: Tenant, use: TenantUse) -> Ticket:
-        """Count a new request. Only `AdmittedRequest` calls this."""
-        most = self._config.tenant_max_requests
-        use.begin_request()  # counted before the others' are read: see `TenantLedger`
-        try:
-            if most is not None and use.total_requests() > most:
-                raise self.refusal("tenant_requests")
-            return self.door.enter_queue(tenant)
-        except QueueFull:
-            use.end_request()
-            raise self.refusal("queue_full") from None
-        except TooManyRequests:
-            use.end_request()
-            raise
-
     async def wait_place(self, ticket: Ticket) -> None:
         """Wait until the ticket has a place.
 
@@ -321,7 +312,7 @@ class Admission:
             Overloaded: the request waited longer than `queue_timeout_s`.
         """
         with suppress(TimeoutError):
-            async with asyncio.timeout(self._config.queue_timeout_s):
+            async with asyncio.timeout(self.config.queue_timeout_s):
                 await ticket.wait()
         if ticket.where != "inside":
             raise self.refusal("queue_timeout" if ticket.where == "queue" else "queue_full")
@@ -357,7 +348,7 @@ class Admission:
 
         Return None if there is room.
         """
-        has_tenants = self._config.api_keys_file is not None
+        has_tenants = self.config.api_keys_file is not None
         if has_tenants and use.body_bytes + size - own > self._tenant_max_bytes:
             return "tenant_bytes"
         return "body_bytes" if self.body_bytes + size - every > self._max_bytes else None

@@ -17,6 +17,7 @@ class Drain:
 
     Attributes:
         began: whether the drain has begun: clients should send requests to another process.
+            Requests are still served.
         over: whether `cut_off` was called: running requests are ended.
         running: running requests.
     """
@@ -28,10 +29,6 @@ class Drain:
         self._none_runs: asyncio.Event | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s = math.inf
-
-    def begin_drain(self) -> None:
-        """Begin the drain. Requests are still served as before."""
-        self.began = True
 
     def cut_off(self) -> None:
         """End the running requests with `Overloaded`."""
@@ -59,10 +56,6 @@ class Drain:
             self._none_runs.set()
             self._none_runs = None
 
-    def bound_request(self, until_s: float = math.inf) -> "Bounded":
-        """Return a context for one request, which ends at `cut_off` or at its deadline."""
-        return Bounded(self, until_s)
-
     def _set_timer(self, when_s: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
@@ -86,7 +79,9 @@ class Drain:
 
 @dataclass(slots=True, eq=False)
 class Bounded:
-    """Deadline of one request: `asyncio.timeout` without a timer per request.
+    """Context of one request, which ends at its deadline and at `Drain.cut_off`.
+
+    It is `asyncio.timeout` without a timer per request, which would take three times as long.
 
     A task has one such context at a time.
 
@@ -95,7 +90,7 @@ class Bounded:
     """
 
     _drain: Drain
-    until_s: float
+    until_s: float = math.inf
     _ending: asyncio.Handle | None = None
     _cancelled: bool = False
     _task: "asyncio.Task[object]" = field(init=False)

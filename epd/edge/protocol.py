@@ -21,7 +21,7 @@ from aiohttp.typedefs import Handler
 
 from epd.config.sections import ConfigFields
 from epd.edge import aiohttp_private, request_head
-from epd.edge.request_head import MAX_HEADERS, find_refusal, invalid, without_prefix
+from epd.edge.request_head import MAX_HEAD_BYTES, MAX_HEADERS, find_refusal, invalid, without_prefix
 from epd.errors import Overloaded, ProxyError, RequestRefused
 from epd.events import Observer, RequestRecord
 
@@ -54,7 +54,6 @@ class ServerConnection(aiohttp_private.RequestHandler):
         "_head",
         "_head_timer",
         "_last_payload",
-        "_max_head_bytes",
         "_refused",
         "_server",
         "_write_timer",
@@ -63,10 +62,9 @@ class ServerConnection(aiohttp_private.RequestHandler):
 
     def __init__(self, server: "EdgeServer", config: ConfigFields, **kwargs: Any) -> None:
         # This class limits the whole head. aiohttp limits each line, which may be all of it.
-        self._max_head_bytes = most = config.max_head_bytes
         sizes: dict[str, Any] = {
-            "max_line_size": most,
-            "max_field_size": most,
+            "max_line_size": MAX_HEAD_BYTES,
+            "max_field_size": MAX_HEAD_BYTES,
             "max_headers": MAX_HEADERS,
         }
         super().__init__(server, **sizes, **kwargs)
@@ -101,11 +99,11 @@ class ServerConnection(aiohttp_private.RequestHandler):
         if self._refused:
             return
         parsed, in_body = self.parsed, not self._last_payload.is_eof()
-        if not in_body and len(self._head) + len(data) > self._max_head_bytes:
+        if not in_body and len(self._head) + len(data) > MAX_HEAD_BYTES:
             received = self._head + data
-            if request_head.head_size(received) > self._max_head_bytes:
+            if request_head.head_size(received) > MAX_HEAD_BYTES:
                 self._refused = True
-                error = request_head.too_large(received, self._max_head_bytes)
+                error = request_head.too_large(received)
                 self.queue_error(error.status, error, error.message)
                 self._stop_head_timer()
                 return
@@ -237,6 +235,7 @@ class EdgeServer(web.Server):
             "lingering_time": LINGER_S,
             "auto_decompress": False,
             "access_log": None,
+            "keepalive_timeout": config.keep_alive_s,
             # aiohttp logs headers that it cannot parse, with the keys in them.
             "logger": _silent_logger(),
         }
@@ -250,17 +249,13 @@ class EdgeServer(web.Server):
         self._direct = direct
         self._config = config
         self._observers = observers
-        self._descriptors = request_head.client_connections()
+        self._limit = config.max_connections or request_head.client_connections()
         self._open = set[ServerConnection]()
         self._rejected = set[ServerConnection]()
 
     def __call__(self) -> ServerConnection:
-        options = self._options | {"keepalive_timeout": self._config.keep_alive_s}
-        return ServerConnection(self, self._config, loop=asyncio.get_running_loop(), **options)
-
-    @property
-    def _limit(self) -> int:
-        return self._config.max_connections or self._descriptors
+        loop = asyncio.get_running_loop()
+        return ServerConnection(self, self._config, loop=loop, **self._options)
 
     def admit_connection(self, connection: ServerConnection) -> bool:
         """Return whether the connection gets a place; if so, count it as open."""

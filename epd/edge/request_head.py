@@ -16,6 +16,9 @@ MAX_CONTENT_LENGTH = 2**63 - 1
 """Upper bound of `Content-Length`. llhttp reads 2**64 - 1 as no length, and then parses the body as
 the next request."""
 
+MAX_HEAD_BYTES = 256 * 1024
+"""Maximum size of a request's head (its target and all headers), in bytes."""
+
 MAX_HEADERS = 256
 """Upper bound of the headers of a request, as in vLLM's server (`--h11-max-header-count`)."""
 
@@ -73,8 +76,8 @@ def head_size(received: bytes | bytearray) -> int:
     return len(head) if end < 0 else end
 
 
-def too_large(received: bytes | bytearray, limit: int) -> RequestRefused:
-    """Return the error for a head of more than `limit` bytes. It names the largest line."""
+def too_large(received: bytes | bytearray) -> RequestRefused:
+    """Return the error for a head above the limit. It names the largest line."""
     first, *lines = received.split(b"\r\n")
     largest = max(lines, key=len, default=b"")
     name = largest.partition(b":")[0]
@@ -83,7 +86,7 @@ def too_large(received: bytes | bytearray, limit: int) -> RequestRefused:
         culprit = "the request line"
     return RequestRefused(
         431,
-        f"the head is larger than {limit} bytes (--max-head-bytes); {culprit} is its largest part",
+        f"the head is larger than {MAX_HEAD_BYTES} bytes; {culprit} is its largest part",
         slug="head_too_large",
     )
 

@@ -94,7 +94,6 @@ class Claims:
         return lookup
 
     def end_lookup(self, lookup: Lookup) -> None:
-        """Release the claims of a lookup that no encode needs."""
         self.drop_claims(lookup.held_keys)
 
     def is_encoded_elsewhere(self, key: EntryKey, lookup: Lookup) -> bool:
@@ -148,7 +147,6 @@ class Claims:
             self.cache.run_later(self.cache.release(over, self._owner))
 
     def _pop_over(self, keys: Iterable[EntryKey], now_s: float) -> list[EntryKey]:
-        """Remove the claims that nothing needs any more. Return their keys."""
         over = [
             key
             for key in keys
@@ -159,7 +157,6 @@ class Claims:
         return over
 
     async def _renew_and_release(self) -> None:
-        """Renew and release claims until there are none."""
         clock = asyncio.get_running_loop().time
         while self._claims:
             await asyncio.sleep(self._tend_s)

@@ -165,7 +165,6 @@ class EncoderCache:
             self._lease_again(look.found)
 
     def _count_lookup(self, look: Lookup, failure: Exception | None) -> None:
-        """Count a lookup and its claims, and inform the breakers."""
         if look.found is None:
             self.operations["lookup", "error" if failure else "timeout"] += 1
             self._reading.record_failure(failure or LATE)
@@ -196,7 +195,7 @@ class EncoderCache:
             if visit.done():
                 _seen(visit)  # the request may be cancelled at this very moment
             else:
-                look.abandon_visit()
+                look.abandoned = True
                 visit.add_done_callback(_seen)
         if visit.done():
             visit.result()
@@ -268,7 +267,6 @@ class EncoderCache:
         return answer
 
     async def _refresh(self) -> None:
-        """Open the store, and read the namespaces periodically."""
         while True:
             again_s = self._refresh_s
             operation: Operation = "open" if self._store is None else "namespaces"
@@ -282,7 +280,9 @@ class EncoderCache:
                 async with asyncio.timeout(self._refresh_s):
                     self._namespaces = await self._store.namespaces()
                 self.operations[operation, "ok"] += 1
-                self._log_usable()
+                if self._problem is not None:
+                    logger.info("the encoder store can be used")
+                self._problem = None
             except (StoreError, ValueError, OSError) as error:  # TimeoutError is an OSError
                 late = isinstance(error, TimeoutError)
                 self.operations[operation, "timeout" if late else "error"] += 1
@@ -294,11 +294,6 @@ class EncoderCache:
             with suppress(TimeoutError):
                 async with asyncio.timeout(again_s):
                     await self._refresh_now.wait()
-
-    def _log_usable(self) -> None:
-        if self._problem is not None:
-            logger.info("the encoder store can be used")
-        self._problem = None
 
     def _log_unusable(self, error: Exception, again_s: float) -> None:
         """Log the reason once, until it changes."""
@@ -313,7 +308,6 @@ class EncoderCache:
         logger.warning(event, reason=self._problem, next=again)
 
     def keep_running(self, task: str, work: Work) -> None:
-        """Run a task in the background, and restart it after an exception."""
         self.run_later(self._background.keep_running(task, work))
 
     def run_later(self, work: Coroutine[Any, Any, None]) -> None:

@@ -83,7 +83,6 @@ class Identifiers:
         return self._prefixes.get(output.model, "") + output.content_key
 
     def learn_identifier(self, output: OutputKey, identifier: str) -> None:
-        """Remember the engine's name of an output."""
         if identifier == self.identifier_of(output):
             return
         if output.is_verbatim and identifier.endswith(output.content_key):

@@ -166,9 +166,7 @@ def _content_keys(
         key = content_key(scope, item.modality, media)
         if item.modality == "image" and key not in pixels:
             try:
-                pixels[key] = check_image(
-                    media, min_side=config.min_image_side, max_pixels=config.max_image_pixels
-                )
+                pixels[key] = check_image(media, max_pixels=config.max_image_pixels)
             except BadRequest as error:
                 raise error.at_param(item.param_path) from None
         keyed[item] = item.with_key(key, pixels.get(key, 0))

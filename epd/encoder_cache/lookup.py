@@ -1,6 +1,7 @@
 """One visit to the encoder store: a lookup of entries, with claims of the missing ones."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from ec_store.base import Store
 from ec_store.entry import EntryInfo
@@ -9,34 +10,34 @@ from ec_store.keys import EntryKey
 from ec_store.opening import ProxyStore
 
 
+@dataclass(slots=True, eq=False)
 class Lookup:
     """A lookup of entries, and claims of the missing ones.
 
     Attributes:
         keys: keys of the entries.
+        owner: owner of the claims; None for a lookup without claims.
+        claim_s: lifetime of the claims in seconds.
         found: stored entries; None until the store has answered.
         claimed: missing keys that were claimed. A visit that is abandoned may still add some.
         held_keys: those of them that `Claims` holds for the lookup.
         settled: whether the store has answered the claims of all missing keys.
         problem: error of the claims, if any.
         skipped_claims: whether `skip_claims` disabled the claims.
-        abandoned: whether the request waits no longer for the rest of the visit.
+        abandoned: whether the request waits no longer for the rest of the visit, which then
+            releases at once all claims that it takes.
     """
 
-    def __init__(
-        self, keys: Sequence[EntryKey], owner: str | None = None, claim_s: float = 0.0
-    ) -> None:
-        """Look up `keys`, and claim missing ones for `claim_s` if there is an owner."""
-        self.keys = keys
-        self.found: Mapping[EntryKey, EntryInfo] | None = None
-        self.claimed: Sequence[EntryKey] = ()
-        self.held_keys: Sequence[EntryKey] = ()
-        self.settled = False
-        self.problem: Exception | None = None
-        self.skipped_claims = False
-        self.abandoned = False
-        self._owner = owner
-        self._claim_s = claim_s
+    keys: Sequence[EntryKey]
+    owner: str | None = None
+    claim_s: float = 0.0
+    found: Mapping[EntryKey, EntryInfo] | None = None
+    claimed: Sequence[EntryKey] = ()
+    held_keys: Sequence[EntryKey] = ()
+    settled: bool = False
+    problem: Exception | None = None
+    skipped_claims: bool = False
+    abandoned: bool = False
 
     def run(self, store: Store) -> None:
         """Look up the entries and claim the missing ones, which may block.
@@ -47,11 +48,11 @@ class Lookup:
         infos = store.lookup(self.keys)
         self.found = {info.key: info for info in infos if info is not None}
         missing = [key for key, info in zip(self.keys, infos, strict=True) if info is None]
-        owner = self._owner
+        owner = self.owner
         if owner is None or not missing or self.abandoned:
             return
         try:
-            claims = store.claim_or_find(missing, owner, self._claim_s)
+            claims = store.claim_or_find(missing, owner, self.claim_s)
             late = {info.key: info for info in claims if isinstance(info, EntryInfo)}
             self.found = {**self.found, **late}
             self.claimed = [
@@ -71,11 +72,11 @@ class Lookup:
         Raises:
             StoreError: the store did not answer.
         """
-        owner, answers = self._owner, list[EntryInfo | bool | None]()
+        owner, answers = self.owner, list[EntryInfo | bool | None]()
         if owner is None:
             answers += await store.lookup(self.keys)
         else:
-            answers += await store.claim_or_find(self.keys, owner, self._claim_s)
+            answers += await store.claim_or_find(self.keys, owner, self.claim_s)
         self.found = {info.key: info for info in answers if isinstance(info, EntryInfo)}
         if owner is not None:
             self.settled = len(self.found) < len(self.keys)
@@ -85,9 +86,5 @@ class Lookup:
             if self.abandoned and self.claimed:
                 await store.release(self.claimed, owner)
 
-    def abandon_visit(self) -> None:
-        """Release at once all claims that the visit takes from now on."""
-        self.abandoned = True
-
     def skip_claims(self) -> None:
-        self.skipped_claims, self._owner = self._owner is not None, None
+        self.skipped_claims, self.owner = self.owner is not None, None

@@ -71,7 +71,6 @@ class Addresses:
         return len(self._known)
 
     async def close(self) -> None:
-        """Cancel all lookups, and wait for their end."""
         tasks = [known.look_up for known in self._known.values() if known.look_up is not None]
         for task in tasks:
             task.cancel()
@@ -114,10 +113,8 @@ class Addresses:
         """Look up a host. A failure is raised only if there are no addresses to use."""
         try:
             async with self._at_once:
-                found = await self._look_up(host)
-            if not found:
-                raise socket.gaierror(socket.EAI_NONAME, "the host has no address")
-            known.addresses, known.missing_s = deque(found), math.inf
+                known.addresses = deque(await self._look_up(host))
+            known.missing_s = math.inf
             if known.failing:
                 known.failing = False
                 structlog.get_logger("epd").info("name lookup works again", host=host[0])

@@ -171,7 +171,6 @@ class Connection(asyncio.Protocol):
             raise Broken from self._failure
 
     async def wait_body(self, until_s: float) -> None:
-        """Wait for the first byte of the body, or for its end, without taking it."""
         while not (self.answer.held or self.answer.complete):
             await self._wait(until_s)
 

@@ -78,15 +78,16 @@ def target_of(url: str) -> Target:
 @lru_cache(maxsize=1024)
 def _origin(host: str, port: int, *, tls: bool) -> Origin:
     """Return the same object for all URLs of an origin: a lookup then compares no fields."""
-    return Origin(host, port, tls, _is_name(host))
+    return Origin(host, port, tls, not is_address(host))
 
 
-def _is_name(host: str) -> bool:
+def is_address(host: str) -> bool:
+    """Return whether a host is an IP address and not a name."""
     try:
         ip_address(host)
     except ValueError:
-        return True
-    return False
+        return False
+    return True
 
 
 def request_head(
@@ -135,7 +136,6 @@ class AnswerReader:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the whole answer has been received and taken."""
         return self.complete and not self.held
 
     def feed(self, data: bytes) -> None:

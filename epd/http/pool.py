@@ -11,6 +11,9 @@ from epd.http.addresses import Addresses
 from epd.http.connection import Connection, Unreachable
 from epd.http.http1 import Origin, target_of
 
+CONNECT_TIMEOUT_S = 2.0
+"""Maximum time of a connect to an instance, in seconds."""
+
 LAST_LOOK_S = 0.05
 """Time for which a connect may take longer than its timeout, in seconds."""
 
@@ -19,7 +22,11 @@ class Pool:
     """Idle connections by origin. Belongs to one event loop."""
 
     def __init__(
-        self, tls: ssl.SSLContext, *, connect_timeout_s: float, keep_alive_s: float
+        self,
+        tls: ssl.SSLContext,
+        *,
+        keep_alive_s: float,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
     ) -> None:
         """Start without connections; an idle one is closed after `keep_alive_s` seconds.
 

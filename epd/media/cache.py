@@ -48,7 +48,6 @@ class Media(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Length of the URL in characters."""
         return len(self.head) + len(self.base64)
 
 

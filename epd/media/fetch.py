@@ -4,11 +4,13 @@ import asyncio
 import base64
 import re
 import socket
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
 from typing import Self
+from urllib.request import proxy_bypass
 
 import aiohttp
 from aiohttp.abc import AbstractResolver
@@ -31,7 +33,7 @@ from epd.media.cache import (
     revalidated_headers,
     revalidation_headers,
 )
-from epd.media.forward_proxy import ProxyInvalid, forward_proxy
+from epd.media.forward_proxy import forward_proxies
 from epd.media.held_bytes import HeldBytes
 from epd.media.names import LOOKUP_S, CheckedResolver, HostNames, NoAllowedAddress
 from epd.media.parts import GROUP, GROUP_BYTES, Remote, source
@@ -54,22 +56,20 @@ class NotAtOrigin(MediaFetchFailed):
     """The origin does not have the media, or denies them to this proxy."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class MediaFetcher:
-    """Fetches and caches `http` and `https` media. Exists only with `--media-fetch proxy`."""
+    """Fetches and caches `http` and `https` media. Exists only with `--media-fetch proxy`.
 
-    def __init__(
-        self,
-        direct: aiohttp.ClientSession,
-        proxied: aiohttp.ClientSession,
-        config: ConfigFields,
-    ) -> None:
-        """Create a fetcher. Only `proxied` may connect to any address: those of forward proxies."""
-        self._direct = direct
-        self._proxied = proxied
-        self._config = config
-        self._cache = MediaCache(config.media_cache_bytes)
-        self._flights: Flights[CacheKey, Media] = Flights()
-        self._slots = DownloadSlots()
+    Only `_proxied` may connect to any address: those of forward proxies.
+    """
+
+    _direct: aiohttp.ClientSession
+    _proxied: aiohttp.ClientSession
+    _config: ConfigFields
+    _proxies: Mapping[str, URL]
+    _cache: MediaCache
+    _flights: Flights[CacheKey, Media] = field(default_factory=Flights)
+    _slots: DownloadSlots = field(default_factory=DownloadSlots)
 
     @classmethod
     @asynccontextmanager
@@ -90,6 +90,7 @@ class MediaFetcher:
             silent_s: time for which an origin may send nothing, before its answer or within it.
         """
         names = resolver or HostNames()
+        proxies = forward_proxies() if config.media_fetch_trust_env else {}
         timeout = aiohttp.ClientTimeout(
             total=None,
             # With its lookup, to all addresses or through a forward proxy.
@@ -101,7 +102,7 @@ class MediaFetcher:
             _session(CheckedResolver(config, names), timeout) as direct,
             _session(names, timeout) as proxied,
         ):
-            fetcher = cls(direct, proxied, config)
+            fetcher = cls(direct, proxied, config, proxies, MediaCache(config.media_cache_bytes))
             try:
                 yield fetcher
             finally:
@@ -233,15 +234,11 @@ class MediaFetcher:
     async def _answer(
         self, url: URL, headers: dict[str, str]
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        config = self._config
-        proxy = None
-        if config.media_fetch_trust_env:
-            try:
-                proxy = forward_proxy(url)
-            except ProxyInvalid as error:  # it was valid when the proxy started
-                raise MediaFetchFailed("the forward proxy's URL is invalid") from error
+        proxy = self._proxies.get(url.scheme)
+        if proxy and proxy_bypass(f"{(url.host_subcomponent or '').rstrip('.')}:{url.port}"):
+            proxy = None
         session = self._direct if proxy is None else self._proxied
-        with _translated(proxy, listed=bool(config.allowed_media_domains)):
+        with _translated(proxy, listed=bool(self._config.allowed_media_domains)):
             async with session.get(
                 url, headers=headers, allow_redirects=False, proxy=proxy
             ) as response:

@@ -1,6 +1,7 @@
 """Forward proxies of the environment: `HTTP_PROXY`, `HTTPS_PROXY` and `NO_PROXY`."""
 
-from urllib.request import getproxies_environment, proxy_bypass
+from collections.abc import Mapping
+from urllib.request import getproxies_environment
 
 from yarl import URL
 
@@ -9,26 +10,18 @@ class ProxyInvalid(Exception):
     """A variable of the environment is not the URL of a proxy. The text names the variable."""
 
 
-def forward_proxy(url: URL) -> URL | None:
-    """Return the proxy for a URL, with its credentials; None for a direct connection.
+def forward_proxies() -> Mapping[str, URL]:
+    """Return the proxy for each scheme, with its credentials.
 
     aiohttp's own `trust_env` would also send credentials of `~/.netrc` to origins.
 
     Raises:
-        ProxyInvalid: the proxy's URL is invalid.
+        ProxyInvalid: a proxy of the environment cannot be used.
     """
     proxies = getproxies_environment()
-    host = f"{(url.host_subcomponent or '').rstrip('.')}:{url.port}"
-    if url.scheme not in proxies or proxy_bypass(host):
-        return None
-    return _parsed(url.scheme, proxies[url.scheme])
-
-
-def check_proxies() -> None:
-    """Raise `ProxyInvalid` if a proxy of the environment cannot be used."""
-    proxies = getproxies_environment()
-    for scheme in proxies.keys() & {"http", "https"}:
-        _parsed(scheme, proxies[scheme])
+    return {
+        scheme: _parsed(scheme, proxies[scheme]) for scheme in proxies.keys() & {"http", "https"}
+    }
 
 
 def _parsed(scheme: str, text: str) -> URL:

@@ -6,10 +6,10 @@ names. A lookup here is a task: it ends with its request, and takes at most `LOO
 
 import asyncio
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import lru_cache
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Generic, TypeVar
 
 import dns.asyncresolver
 import dns.exception
@@ -29,30 +29,9 @@ RESOLV_CONF = Path("/etc/resolv.conf")
 
 LOOPBACK = ("127.0.0.1", "::1")
 
-T = TypeVar("T")
-
 
 class NoAllowedAddress(OSError):
     """The policy allows none of the host's addresses."""
-
-
-class _ParsedFile(Generic[T]):
-    """The result of parsing a file, which is parsed again after a change."""
-
-    def __init__(self, path: Path, parse: Callable[[Path], T]) -> None:
-        self._path = path
-        self._parse = parse
-        self._parsed: tuple[object, T] | None = None
-
-    def result(self) -> T:
-        try:
-            status = self._path.stat()
-            version = (status.st_mtime_ns, status.st_size, status.st_ino)
-        except OSError:
-            version = None
-        if self._parsed is None or self._parsed[0] != version:
-            self._parsed = (version, self._parse(self._path))
-        return self._parsed[1]
 
 
 class HostNames(AbstractResolver):
@@ -62,8 +41,8 @@ class HostNames(AbstractResolver):
     """
 
     def __init__(self, hosts: Path = HOSTS, resolv_conf: Path = RESOLV_CONF) -> None:
-        self._hosts = _ParsedFile(hosts, _hosts_of)
-        self._resolver = _ParsedFile(resolv_conf, resolver_of)
+        self._hosts = hosts
+        self._resolv_conf = resolv_conf
 
     async def resolve(
         self,
@@ -91,7 +70,7 @@ class HostNames(AbstractResolver):
 
     async def _addresses(self, host: str) -> tuple[str, ...]:
         name = host.rstrip(".").lower()
-        if known := self._hosts.result().get(name):
+        if known := _hosts_of(self._hosts, _version(self._hosts)).get(name):
             return known
         if name == "localhost" or name.endswith(".localhost"):
             return LOOPBACK
@@ -105,7 +84,7 @@ class HostNames(AbstractResolver):
     async def _records(self, host: str, kind: str) -> list[str] | None:
         """Return the addresses of one family; None if no name server answered."""
         try:
-            resolver = self._resolver.result()
+            resolver = resolver_of(self._resolv_conf, _version(self._resolv_conf))
             answer = await resolver.resolve(host, kind, search=True, raise_on_no_answer=False)
         except (dns.resolver.NXDOMAIN, dns.exception.SyntaxError, dns.exception.FormError):
             return []
@@ -148,8 +127,18 @@ class CheckedResolver(AbstractResolver):
         await self._resolver.close()
 
 
-def resolver_of(resolv_conf: Path) -> dns.asyncresolver.Resolver:
-    """Return a resolver with the name servers and search domains of a file.
+def _version(path: Path) -> object:
+    """Return a value that differs after a change of the file."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size, status.st_ino
+
+
+@lru_cache(1)
+def resolver_of(resolv_conf: Path, _: object) -> dns.asyncresolver.Resolver:
+    """Return a resolver with the name servers and search domains of this version of a file.
 
     Raises:
         dns.resolver.NoResolverConfiguration: the file does not exist, or names no server.
@@ -160,7 +149,8 @@ def resolver_of(resolv_conf: Path) -> dns.asyncresolver.Resolver:
     return resolver
 
 
-def _hosts_of(path: Path) -> Mapping[str, tuple[str, ...]]:
+@lru_cache(1)
+def _hosts_of(path: Path, _: object) -> Mapping[str, tuple[str, ...]]:
     """Return the addresses of each name in lower case, IPv4 first. Invalid lines are ignored."""
     try:
         text = path.read_text(errors="replace")

@@ -11,6 +11,9 @@ from epd.api.items import MMItem
 from epd.errors import BadRequest
 from epd.media.image_header import Read, image_size
 
+MIN_SIDE = 2
+"""Minimum width and height of a picture, in pixels."""
+
 MAX_DATA_URL_HEAD = 1024
 """Maximum length of the text before the comma of a data: URL, in characters."""
 
@@ -93,16 +96,11 @@ def check_inside(path: str, allowed: Path, param: str) -> None:
 
 def inline_bytes(item: MMItem, cuts: Cuts) -> int:
     """Return the length of an item's base64 text in the request; 0 without one."""
-    value = item.part.get(item.kind)
-    fields = value if isinstance(value, dict) else {}
-    text = fields.get("data") or fields.get("url")
-    if not isinstance(text, str) or (item.kind != "input_audio" and text[:5].lower() != "data:"):
-        return 0
-    found = cuts.get(text[-MARK_LENGTH:])
-    return len(text) - text.find(",") - 1 if found is None else len(found)
+    media = source(item, cuts)
+    return len(media.base64) if isinstance(media, Inline) else 0
 
 
-def check_image(media: Inline, *, min_side: int, max_pixels: int) -> int:
+def check_image(media: Inline, *, max_pixels: int, min_side: int = MIN_SIDE) -> int:
     """Return the number of a picture's pixels by its header; 0 for an unknown format.
 
     A picture of one pixel has crashed engines (CVE-2026-22773), and a small file may have gigabytes

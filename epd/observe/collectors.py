@@ -75,7 +75,6 @@ def _labelled(table: InstanceTable) -> list[tuple[Instance, tuple[str, str]]]:
 def _per_healthy(
     table: InstanceTable, work: Callable[[Sequence[Load]], float], *roles: Role
 ) -> list[tuple[tuple[()], float]]:
-    """Return the work of all instances of these roles, divided by the healthy ones."""
     members = table.all(*roles)
     if not members:
         return []

@@ -1,21 +1,18 @@
-"""Writing of log lines on a thread: request lines in batches, other lines without delay."""
+"""Writing of log lines on a thread, in batches."""
 
-import asyncio
 import atexit
+import os
 import select
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import BinaryIO
 
 import structlog
 
 BATCH_S = 0.05
-"""Upper bound of the time that a request's line waits in a batch, in seconds."""
-
-BATCH_LINES = 256
-"""Upper bound of the lines of a batch. A request's line has about 250 bytes."""
+"""Upper bound of the time that a line waits for others, in seconds."""
 
 WHOLE_BYTES = select.PIPE_BUF
 """Size of the largest write that a pipe takes as one piece, in bytes. Several workers share a pipe,
@@ -35,85 +32,70 @@ class LineWriter:
     """Writer of lines to a stream, in the order in which they arrive. Safe for threads.
 
     A thread of its own writes: a stream that its reader leaves full, such as a pipe, delays no
-    request. A write for each request is a tenth of what a request costs. Therefore the lines of
-    requests wait up to `BATCH_S`, and are rendered and written together: rendered one after the
-    other they take half the time. Any other line goes to the thread at once, after the waiting
-    ones. Waiting lines are also written when the process exits. A process that is killed loses the
-    last 50 ms.
+    request. A write for each request is a tenth of what a request costs. Therefore lines wait up to
+    `BATCH_S`, and are rendered and written together: rendered one after the other they take half
+    the time. Waiting lines are also written when the process exits. A process that is killed loses
+    the last 50 ms.
 
     Attributes:
         dropped: number of lines that the stream did not take.
     """
 
-    def __init__(self, stream: BinaryIO) -> None:
+    def __init__(self, stream: BinaryIO, batch_s: float = BATCH_S) -> None:
         """Write to a stream that stays open until the process exits.
 
         The stream is unbuffered: Python aborts at its exit if a thread holds the lock of a buffer.
         """
         self._stream = stream
-        # Reentrant, as the queue is: a garbage collection under the lock may log on this thread.
-        self._lock = threading.RLock()
-        self._waiting: list[Rendering] = []
-        self._batches = SimpleQueue[list[Rendering] | threading.Event]()
-        self._accepted = self._written = self.dropped = self._reported = 0
-        self._thread: threading.Thread | None = None
-        self._flushing: tuple[asyncio.AbstractEventLoop, asyncio.TimerHandle] | None = None
+        self._batch_s = batch_s
+        # Reentrant: a garbage collection may log on this thread.
+        self._lines = SimpleQueue[Rendering | threading.Event]()
+        self._flushing = threading.Event()
+        self._starting = threading.RLock()
+        self._writing_pid = 0
+        self.dropped = self._reported = 0
         atexit.register(self.flush)
 
-    def write(self, line: str | bytes) -> None:
-        """Pass the waiting lines, then this line, to the thread."""
-        self._add(lambda: line)
-        self._pass_batch()
-
-    def write_soon(self, line: Rendering) -> None:
-        """Render and write a line within `BATCH_S`. Call it on the event loop's thread."""
-        self._add(line)
-        loop = asyncio.get_running_loop()
-        if len(self._waiting) >= BATCH_LINES:
-            self._pass_batch()
-        elif self._flushing is None or self._flushing[0] is not loop:
-            self._flushing = loop, loop.call_later(BATCH_S, self._pass_in_time)
+    def write(self, line: Rendering) -> None:
+        """Render and write a line within `BATCH_S`."""
+        if self._lines.qsize() >= MAX_LINES:
+            self.dropped += 1
+        else:
+            self._put(line)
 
     def flush(self) -> None:
         """Write the waiting lines, and wait for that up to `EXIT_S`."""
-        self._pass_batch()
         written = threading.Event()
-        self._batches.put(written)
+        self._flushing.set()
+        self._put(written)
         written.wait(EXIT_S)
+        self._flushing.clear()
 
-    def _add(self, line: Rendering) -> None:
-        with self._lock:
-            if self._accepted - self._written >= MAX_LINES:
-                self.dropped += 1
-            else:
-                self._accepted += 1
-                self._waiting.append(line)
+    def _put(self, line: Rendering | threading.Event) -> None:
+        self._lines.put(line)
+        if self._writing_pid != os.getpid():  # as after a fork
+            self._start_thread()
 
-    def _pass_batch(self) -> None:
-        with self._lock:
-            if self._waiting:
-                self._batches.put(self._waiting)
-                self._waiting = []
-            if self._thread is None or not self._thread.is_alive():  # as after a fork
-                self._thread = threading.Thread(target=self._run, name="log", daemon=True)
-                with suppress(RuntimeError):  # no thread can be started: the next line tries again
-                    self._thread.start()
-
-    def _pass_in_time(self) -> None:
-        self._flushing = None
-        self._pass_batch()
+    def _start_thread(self) -> None:
+        with self._starting, suppress(RuntimeError):  # without a thread, the next line tries again
+            if self._writing_pid != os.getpid():
+                threading.Thread(target=self._run, name="log", daemon=True).start()
+                self._writing_pid = os.getpid()
 
     def _run(self) -> None:
         while True:
-            batch = self._batches.get()
-            if isinstance(batch, threading.Event):
-                batch.set()
-                continue
+            batch = [self._lines.get()]
+            self._flushing.wait(self._batch_s)
+            with suppress(Empty):
+                while len(batch) < MAX_LINES:
+                    batch.append(self._lines.get_nowait())
             # The lines are lost if the reader has closed the stream.
             with suppress(OSError):
-                for part in _parts(map(_rendered, batch)):
+                for part in _parts(_rendered(line) for line in batch if callable(line)):
                     self._write(part)
-            self._written += len(batch)
+            for line in batch:
+                if isinstance(line, threading.Event):
+                    line.set()
             if self.dropped > self._reported:
                 count, self._reported = self.dropped - self._reported, self.dropped
                 log = structlog.get_logger("epd")
@@ -136,7 +118,7 @@ class LineLogger:
         self._lines = lines
 
     def msg(self, message: str | bytes) -> None:
-        self._lines.write(message)
+        self._lines.write(lambda: message)
 
     debug = info = warning = error = critical = exception = fatal = log = msg
 

@@ -8,10 +8,10 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from datetime import UTC, datetime
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from io import FileIO
 from typing import Any
 
@@ -133,24 +133,25 @@ class RequestLines:
         self.writer = writer
         self._render = render
         self._named = {} if worker is None else {"worker": worker}
-        self._clock = _Clock()
 
     def __call__(self, *_: object) -> LineLogger:
         return LineLogger(self.writer)
 
-    def renders(self, processors: Iterable[structlog.typing.Processor]) -> bool:
-        """Return whether structlog still renders these lines; a test may capture them instead."""
-        return self._render in processors
-
     def write(self, fields: Callable[[], EventDict]) -> None:
-        """Write a line of level info within `BATCH_S`, with the fields that `fields` returns."""
-        self.writer.write_soon(partial(self._rendered, time.time_ns(), fields))
+        """Write a line of level info, with the fields that `fields` returns."""
+        self.writer.write(partial(self._rendered, time.time_ns(), fields))
 
     def _rendered(self, now_ns: int, fields: Callable[[], EventDict]) -> str | bytes:
-        when = self._clock.format_time(now_ns)
+        second, fraction = divmod(now_ns // 1000, 1_000_000)
+        when = f"{_date(second)}.{fraction:06d}Z"
         event = {**fields(), **self._named, "event": "request", "level": "info", "timestamp": when}
         line: str | bytes = self._render(None, "info", event)
         return line
+
+
+@lru_cache(maxsize=1)
+def _date(second: int) -> str:
+    return datetime.fromtimestamp(second, UTC).isoformat().removesuffix("+00:00")
 
 
 def _of_request(_: Any, __: str, event: EventDict) -> EventDict:
@@ -193,22 +194,6 @@ def plain_line(
     return f"{when} [{level:<9}] {text:<30} {fields}".rstrip(" ")
 
 
-class _Clock:
-    """Clock with the format of structlog's lines. It formats the date once a second."""
-
-    def __init__(self) -> None:
-        self._second = 0
-        self._date = ""
-
-    def format_time(self, now_ns: int) -> str:
-        """Return a time in nanoseconds since the epoch, in ISO format with microseconds."""
-        second, fraction = divmod(now_ns // 1000, 1_000_000)
-        if second != self._second:
-            self._second = second
-            self._date = datetime.fromtimestamp(second, UTC).isoformat().removesuffix("+00:00")
-        return f"{self._date}.{fraction:06d}Z"
-
-
 class _Relay(logging.Handler):
     """Handler that writes the log records of libraries in the format of the proxy's lines."""
 
@@ -235,23 +220,13 @@ class LogObserver:
         return log
 
     @cached_property
-    def _debugs(self) -> bool:
-        return self._log.is_enabled_for(logging.DEBUG)
-
-    @cached_property
     def _lines(self) -> RequestLines | None:
         return _configured()
-
-    @cached_property
-    def _processors(self) -> Iterable[structlog.typing.Processor]:
-        """The processors of structlog, which changes the list in place."""
-        processors: Iterable[structlog.typing.Processor] = structlog.get_config()["processors"]
-        return processors
 
     def stage_done(self, event: StageDone) -> None:
         """Log a line at level debug, or a warning if prefill's blocks were not released."""
         lost = event.stage == "release" and event.error is not None
-        if not lost and not self._debugs:
+        if not lost and not self._log.is_enabled_for(logging.DEBUG):
             return
         level = logging.WARNING if lost else logging.DEBUG
         more = {"next": "prefill keeps its blocks until their lease expires"} if lost else {}
@@ -274,9 +249,9 @@ class LogObserver:
         level = self._level(event, failed=bool(failures))
         if not self._log.is_enabled_for(level):
             return
-        fields, lines = partial(self._fields, event, failures), self._lines
-        if level == logging.INFO and lines is not None and lines.renders(self._processors):
-            lines.write(fields)
+        fields = partial(self._fields, event, failures)
+        if level == logging.INFO and self._lines is not None:
+            self._lines.write(fields)
         else:
             self._log.log(level, "request", **fields())
 
@@ -332,8 +307,6 @@ class LogObserver:
             fields["kv_wait_s"] = round(event.kv_wait_s, 4)
 
     def _add_names(self, fields: Fields, event: RequestRecord) -> None:
-        if self._config.log_tenants and event.tenant:
-            fields["tenant"] = event.tenant
         fields["request_id"] = event.request_id
         if event.engine_id != event.request_id:
             fields["engine_id"] = event.engine_id

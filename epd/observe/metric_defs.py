@@ -12,21 +12,9 @@ from types import MappingProxyType
 from typing import Literal
 
 from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
 
 Value = str | int | bool
 """Value of a label when it is counted. On the page it is text."""
-
-
-class ReadCollector(Collector):
-    """Collector of the families that a function returns."""
-
-    def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
-        self._read = read
-
-    def collect(self) -> Iterable[Metric]:
-        """Return the families with their current values."""
-        return self._read()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +45,6 @@ class Figure:
         return family
 
     def label_values(self, values: tuple[Value, ...]) -> dict[str, str]:
-        """Return the labels as a mapping of names to text."""
         return dict(zip(self.labels, map(_text, values), strict=True))
 
 
@@ -115,12 +102,6 @@ ITEMS = _counter(
     "stored, or already being encoded; encoded: by an encode instance, for this request; local: "
     "by prefill or decode.",
     (MODEL, "result"),
-)
-ITEMS_HIT_RATIO = _gauge(
-    "epd_items_hit_ratio",
-    "Ratio of hits to media items of a model, 0 to 1, since the start of the proxy and over all "
-    "workers. Absent before the first item.",
-    (MODEL,),
 )
 ITEMS_SENT = _counter(
     "epd_items_sent",

@@ -1,4 +1,4 @@
-"""Metrics of one process: counted events, the lag of the event loop, and the hit ratio.
+"""Metrics of one process: counted events, and the lag of the event loop.
 
 Counters and histograms are plain dictionaries of one event loop. Without the locks of
 prometheus_client, counting takes a third of its time and adding to a histogram a quarter. A request
@@ -6,9 +6,6 @@ updates a dozen of them.
 
 The event loop serves all requests: a callback that holds it for 100 ms delays each running stream
 by 100 ms. `watched` measures this lag.
-
-The hit ratio is computed after the items of all workers are summed, because the ratios of several
-workers do not combine to the ratio of all.
 """
 
 import asyncio
@@ -19,7 +16,6 @@ from contextlib import AbstractAsyncContextManager
 from functools import partial
 
 import structlog
-from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -37,7 +33,7 @@ from epd.events import (
 )
 from epd.observe import logs, metric_defs
 from epd.observe.collectors import admission_metrics
-from epd.observe.metric_defs import ITEMS, ITEMS_HIT_RATIO, MODEL, Figure, ReadCollector, Value
+from epd.observe.metric_defs import Figure, Value
 from epd.observe.worker_metrics import WorkerMetrics
 from epd.shared_page import SharedPage
 from epd.version import __version__
@@ -82,32 +78,6 @@ async def _window_maximum(window_s: float) -> float:
         worst = max(worst, now - last - TICK_S)
         last = now
     return worst
-
-
-class WithHitRatio(Collector):
-    """Metrics page with the hit ratio. A model without items has no ratio."""
-
-    def __init__(self, page: Collector) -> None:
-        self._page = page
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield all families of the page, and the ratio right behind the items."""
-        for family in self._page.collect():
-            yield family
-            if family.name == ITEMS.name:
-                yield _hit_ratios(family)
-
-
-def _hit_ratios(items: Metric) -> Metric:
-    hits: dict[tuple[Value, ...], float] = defaultdict(float)
-    every: dict[tuple[Value, ...], float] = defaultdict(float)
-    for _, labels, count, *_ in items.samples:
-        model = (labels[MODEL],)
-        every[model] += count
-        hits[model] += count if labels["result"] == "hit" else 0
-    return ITEMS_HIT_RATIO.metric_family(
-        [(model, hits[model] / count) for model, count in every.items()]
-    )
 
 
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
@@ -165,9 +135,7 @@ class MetricsObserver(Collector):
     """Observer that counts events.
 
     Attributes:
-        registry: this process's collectors: the counters of this observer, and those that read
-            elsewhere at scrape time.
-        shown: collector of the page: `registry`, or with several workers the sums of all.
+        shown: collector of the page: this one, or with several workers the sums of all.
     """
 
     def __init__(
@@ -200,19 +168,17 @@ class MetricsObserver(Collector):
         self._encode_s: dict[Modality, float] = {}
         self._reloaded = 1.0
         self._loop_lag_s = 0.0
-        self.registry = CollectorRegistry()
-        self.registry.register(self)
-        self.shown: Collector = self.registry
-        if pages:
-            self.shown = WorkerMetrics(self.registry, pages, index)
-        self.add_source(partial(admission_metrics, admission))
+        self._sources: list[Callable[[], Iterable[Metric]]] = [
+            partial(admission_metrics, admission)
+        ]
+        self.shown: Collector = WorkerMetrics(self, pages, index) if pages else self
 
     def add_source(self, read: Callable[[], Iterable[Metric]]) -> None:
         """Show the families that `read` returns at each scrape."""
-        self.registry.register(ReadCollector(read))
+        self._sources.append(read)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the values of all counters and gauges of this observer."""
+        """Yield the values of all counters and gauges of this process."""
         for value in vars(self).values():
             if isinstance(value, CounterValues | HistogramValues):
                 yield value.collect()
@@ -220,21 +186,19 @@ class MetricsObserver(Collector):
         yield metric_defs.LOOP_LAG.metric_family([((), self._loop_lag_s)])
         yield metric_defs.LOG_LINES_DROPPED.metric_family([((), logs.dropped_lines())])
         yield metric_defs.BUILD.metric_family([((__version__,), 1)])
+        for read in self._sources:
+            yield from read()
 
     def reloaded(self, success: bool) -> None:
-        """Record the result of a reload."""
         self._reloaded = float(success)
 
     def background_failed(self, task: str, count: int) -> None:
-        """Count unexpected exceptions of a background task."""
         self._background.add((task,), count)
 
     def loop_lag(self, seconds: float) -> None:
-        """Record the longest delay of the event loop, in seconds."""
         self._loop_lag_s = seconds
 
     def stage_done(self, event: StageDone) -> None:
-        """Record the duration and the result of a stage."""
         failed = event.error is not None
         outcome = "rejected" if event.rejected else failed
         self._stages.histogram_for((event.model_name, event.stage, outcome)).add(event.seconds)
@@ -245,7 +209,6 @@ class MetricsObserver(Collector):
             self._encode_s[event.modality] = mean_s + OF_LATE * (event.seconds - mean_s)
 
     def request_done(self, event: RequestRecord) -> None:
-        """Count a client request and its items."""
         model = event.model_name
         self._requests.add((model, event.path, event.status))
         self._request_seconds.histogram_for((model, event.path)).add(event.seconds)
@@ -283,13 +246,12 @@ class MetricsObserver(Collector):
                 self._sent.add((model, form), count)
 
     def instance_changed(self, event: InstanceChanged) -> None:
-        """Count a change of state."""
         self._instances.add((event.role, event.state))
 
     def metrics_page(self, accept: str = "") -> tuple[bytes, str]:
         """Return the page and its media type: OpenMetrics if `accept` asks for it."""
         encode, content_type = choose_encoder(accept)
-        return encode(WithHitRatio(self.shown)), content_type
+        return encode(self.shown), content_type
 
     async def page_of_all(self, accept: str = "") -> tuple[bytes, str]:
         """Return the page and its media type, over all workers.
@@ -299,5 +261,4 @@ class MetricsObserver(Collector):
         if not isinstance(self.shown, WorkerMetrics):
             return self.metrics_page(accept)
         encode, content_type = choose_encoder(accept)
-        page = WithHitRatio(self.shown.write_figures())
-        return await asyncio.to_thread(encode, page), content_type
+        return await asyncio.to_thread(encode, self.shown.write_figures()), content_type

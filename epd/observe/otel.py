@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 
 import structlog
 from opentelemetry import trace
@@ -23,7 +24,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
 from ec_store.concurrency import DaemonPool
-from epd.spans import Tracer
+from epd.spans import RequestSpan, Tracer
 from epd.version import __version__
 
 SERVICE = "epd-proxy"
@@ -69,7 +70,7 @@ async def exporting(endpoint: str) -> AsyncIterator[Tracer | None]:
     exporter = Reporting(PROTOCOLS[protocol()](endpoint=endpoint), endpoint)
     provider.add_span_processor(BatchSpanProcessor(exporter))
     try:
-        yield Tracer(tracer)
+        yield partial(RequestSpan, tracer)
     finally:
         await _flush(provider, exporter)
 
@@ -137,8 +138,6 @@ class Reporting(SpanExporter):
 
 
 class _LastLine(logging.Handler):
-    """Handler that keeps the last record."""
-
     line = ""
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -13,39 +13,38 @@ the counter.
 import asyncio
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from itertools import chain
 
+import orjson
 import structlog
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
-from pydantic import TypeAdapter
 
-from epd.observe.metric_defs import FIGURES, ReadCollector
+from epd.observe.metric_defs import FIGURES
 from epd.shared_page import PageUnreadable, SharedPage
 
-_Sample = tuple[str, dict[str, str], float]
 _Values = dict[tuple[str, frozenset[tuple[str, str]]], list[float]]
-_Family = tuple[str, str, str, list[_Sample]]
-_PAGE = TypeAdapter(list[_Family])
 
 
 def dump(families: Iterable[Metric]) -> bytes:
     """Encode families: name, documentation, type and samples. Values are finite."""
-    page = [
-        (found.name, found.documentation, found.type, [sample[:3] for sample in found.samples])
-        for found in families
-    ]
-    return _PAGE.dump_json(page)
+    return orjson.dumps(
+        [
+            (found.name, found.documentation, found.type, [sample[:3] for sample in found.samples])
+            for found in families
+        ]
+    )
 
 
 def load(page: bytes) -> list[Metric]:
     """Decode the families of a page.
 
     Raises:
-        ValueError: the content is not such a page.
+        ValueError: the content is not JSON.
     """
-    return [_family(*fields) for fields in _PAGE.validate_json(page)]
+    return [_family(*fields) for fields in orjson.loads(page)]
 
 
 def counted(families: Iterable[Metric]) -> list[Metric]:
@@ -57,7 +56,7 @@ def merge_pages(pages: Iterable[Iterable[Metric]]) -> list[Metric]:
     """Sum several pages. Families and samples keep the order of their first appearance."""
     families: dict[str, Metric] = {}
     values: dict[str, _Values] = {}
-    for family in (family for page in pages for family in page):
+    for family in chain.from_iterable(pages):
         families.setdefault(family.name, family)
         of_family = values.setdefault(family.name, {})
         for name, labels, value, *_ in family.samples:
@@ -71,7 +70,9 @@ def _added(family: Metric, values: _Values) -> Metric:
     return _family(family.name, family.documentation, family.type, samples)
 
 
-def _family(name: str, documentation: str, kind: str, samples: Iterable[_Sample]) -> Metric:
+def _family(
+    name: str, documentation: str, kind: str, samples: Iterable[tuple[str, dict[str, str], float]]
+) -> Metric:
     family = Metric(name, documentation, kind)
     for sample in samples:
         family.add_sample(*sample)
@@ -84,6 +85,16 @@ ASKED_S = 90.0
 """Time after a scrape during which `WRITE_S` applies, in seconds: longer than usual intervals."""
 UNASKED_S = 15.0
 """Interval of writing otherwise, in seconds. A killed worker loses what it had not written."""
+
+
+class ReadCollector(Collector):
+    """Collector of the families that a function returns."""
+
+    def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterable[Metric]:
+        return self._read()
 
 
 class WorkerMetrics(Collector):
@@ -120,7 +131,6 @@ class WorkerMetrics(Collector):
             self._written = page
 
     async def keep_writing(self) -> None:
-        """Write the page periodically."""
         written_s = -self._unasked_s
         while True:
             now_s = time.monotonic()

@@ -9,12 +9,9 @@ for media items that are cheaper to encode where they are consumed.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Annotated, Literal, NamedTuple, Protocol
-
-from pydantic import AfterValidator, Field
+from typing import Literal, NamedTuple, Protocol
 
 from epd.routing.instances import ANSWERING, Role
-from epd.routing.urls import base_url
 
 DecodeChoice = Literal["late", "early"]
 """When the decode instance is chosen: after prefill has answered, or before its request."""
@@ -22,15 +19,6 @@ DecodeChoice = Literal["late", "early"]
 DecodeFrom = Literal["table", "header", "picker"]
 """The origin of the decode instance's choice: the proxy's own table, the client's header, or an
 endpoint picker over HTTP."""
-
-
-MAX_TOKENS = 2**31 - 1
-"""Upper bound of a prompt's tokens, above that of any model."""
-
-MAX_PIXELS = 2**40
-"""Upper bound of a picture's pixels, above the largest that an engine accepts."""
-
-Factor = Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)
@@ -125,8 +113,8 @@ class Course(NamedTuple):
         encode: whether its media go through the encode stage; else prefill or decode encode them.
         prefill: whether a prefill instance does prefill's part; else decode does both.
         prefill_url: URL of the only eligible prefill instance; None for any.
-        decode_from: origin of the decode instance's choice; None for the policy's option.
-        decode_choice: when decode is chosen; None for the policy's option.
+        decode_from: origin of the decode instance's choice; None for the setting.
+        decode_choice: when decode is chosen; None for the setting.
         items: decides which items the encode stage leaves to prefill or decode; None for none.
     """
 
@@ -141,7 +129,8 @@ class Course(NamedTuple):
 class Policy(Protocol):
     """Decides the course of the requests to which it applies.
 
-    A policy is a dataclass. Its fields are its options.
+    A policy is a dataclass. Its fields have defaults; those with the name of a setting have its
+    value.
     """
 
     def course(self, facts: Facts) -> Course | None:
@@ -197,7 +186,7 @@ class PrefillLocalDecodeRemote:
         ValueError: the URL is missing.
     """
 
-    local_prefill_url: Annotated[str, AfterValidator(base_url)] | None = None
+    local_prefill_url: str | None = None
 
     def __post_init__(self) -> None:
         if not self.local_prefill_url:
@@ -224,7 +213,7 @@ class PDOnly:
         ValueError: no request could match the options.
     """
 
-    skip_prefill_below_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
+    skip_prefill_below_tokens: int = 0
     skip_prefill_for_text: bool = False
 
     def __post_init__(self) -> None:
@@ -253,15 +242,9 @@ class Cost:
     Attributes:
         encode_below_pixels: number of pixels below which a picture is left to prefill or PD; all
             other items are encoded by encode instances. 0 to compare the costs.
-        pd_slowdown: time of an encode on prefill or PD, relative to an encode instance.
-        interference: weight of a delay of another request, relative to the item's own request.
-        allow_unsaved: whether items may be left to consumers that do not write them to the store.
     """
 
-    encode_below_pixels: Annotated[int, Field(ge=0, le=MAX_PIXELS)] = 0
-    pd_slowdown: Factor = 1.0
-    interference: Factor = 1.0
-    allow_unsaved: bool = False
+    encode_below_pixels: int = 0
 
     def course(self, facts: Facts) -> Course | None:
         if Role.DECODE in facts.roles:
@@ -271,7 +254,7 @@ class Cost:
         return None
 
     def place_item(self, facts: ItemFacts) -> ItemPlace:
-        if not (facts.stored or self.allow_unsaved):
+        if not facts.stored:
             return ItemPlace(local=False, reason="unsaved")
         if self.encode_below_pixels:
             if not facts.pixels:
@@ -280,6 +263,5 @@ class Cost:
             return ItemPlace(small, "below_pixels" if small else "above_pixels")
         if facts.encode_s is None:
             return ItemPlace(local=False, reason="unmeasured")
-        delayed = 1 + self.interference * facts.local_requests
-        local_s = self.pd_slowdown * (facts.local_queue_s + facts.own_s * delayed)
+        local_s = facts.local_queue_s + facts.own_s * (1 + facts.local_requests)
         return ItemPlace(local_s <= facts.encode_s, "cheaper", soonest=True)

@@ -19,7 +19,7 @@ from epd.api.items import Body, MMItem
 from epd.config.sections import ConfigFields
 from epd.conversations.turn import Turn
 from epd.edge.engine_headers import SESSION
-from epd.media.held_bytes import HeldBytes, UncountedBytes
+from epd.media.held_bytes import HeldBytes
 from epd.request.recorder import Recorder
 from epd.routing.doubts import Doubts
 from epd.routing.watched import Watched
@@ -60,7 +60,7 @@ class CutMedia:
     """
 
     cuts: Cuts = field(default_factory=dict)
-    memory: HeldBytes = field(default=UncountedBytes())
+    memory: HeldBytes = field(default=HeldBytes())
     given_up: bool = False
 
     def offer(self, sent: Pieces = ()) -> None:

@@ -179,7 +179,6 @@ class Choice:
         return bool(self._untried(tried, fits))
 
     def _usable(self, fits: Callable[[Instance], bool] | None) -> Sequence[Candidate]:
-        """Return the instances that may get the request; raise `NoInstance` without any."""
         usable = self._table.usable_candidates(*self._roles)
         if fits is not None:
             usable = [candidate for candidate in usable if fits(candidate.instance)]

@@ -82,14 +82,6 @@ class EncodeWork:
             self._speed = _fit(*self._sums)
         return self._speed
 
-    def begin_tokens(self, tokens: int) -> float:
-        """Count tokens that the instance gets now. Return the time."""
-        self.tokens += tokens
-        return self._clock()
-
-    def end_tokens(self, tokens: int) -> None:
-        self.tokens -= tokens
-
     def learn_answer(self, tokens: int, started_s: float, share: float) -> None:
         """Learn from an answer.
 
@@ -97,7 +89,7 @@ class EncodeWork:
 
         Args:
             tokens: tokens of the request, at least 1.
-            started_s: time of the request, as `begin_tokens` returned it.
+            started_s: start of the request.
             share: this proxy's part of the requests at the instance, above 0 and at most 1.
         """
         now_s, ended_s = self._clock(), self._ended_s
@@ -114,7 +106,6 @@ class EncodeWork:
         self._until_s = now_s + EXPIRES_AFTER_S
 
     def forget_speed(self) -> None:
-        """Forget the speed: the instance has been restarted, or may have been."""
         self._ended_s = self._speed = None
         self._sums, self._until_s, self.mean_tokens = NO_SUMS, 0.0, 0.0
 

@@ -1,13 +1,20 @@
-"""Requests that kill instances: counts of the deaths, and rejection of such requests. Pure.
+"""Requests that kill instances: counts of the deaths, rejection and quarantine. Pure.
 
 A request that kills one engine would kill the next one too, and clients retry failed requests.
 Deaths are therefore counted by what the dead instance had received: the request's body, and the
 media items in it that the instance had to process. Deaths of one tenant's requests never cause the
 rejection of another tenant's request.
+
+A client that changes a character at each retry sends a new body each time. Deaths are therefore
+also counted by tenant, and by the kind of the request: its endpoint, the names of its fields, its
+modalities, and its size within a factor of two. From the third death on, requests of the tenant
+are in quarantine: one at a time, on one instance of each stage, with one try. Kinds that are
+answered far more often than instances die of them are exempt.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import structlog
@@ -16,11 +23,23 @@ from xxhash import xxh3_128_hexdigest
 from ec_store.bounded import BoundedDict
 from epd.errors import ProxyError, Stage, SuspectedFatal, UpstreamDied
 from epd.routing.instances import Instance
-from epd.routing.tenant_deaths import TenantDeaths
-from epd.routing.watched import MAX_DEATHS, Deaths, Watched
+from epd.routing.watched import MAX_DEATHS, MAX_TENANT_DEATHS, SAME_DEATH_S, Deaths, Watched
 
 MAX_SUSPECTS = 4096
 """Upper bound of remembered bodies and items. The oldest is forgotten first."""
+
+ANSWERS_PER_DEATH = 8
+"""Number of answers that outweigh one death of a kind of requests. A kind with more answers than
+its deaths outweigh is exempt from the quarantine."""
+
+MAX_CREDIT = ANSWERS_PER_DEATH * MAX_TENANT_DEATHS
+"""Upper bound of the answers that count in advance: a long history must not hide a change."""
+
+MAX_KINDS = 64
+"""Upper bound of remembered kinds of each tenant."""
+
+MAX_TENANTS = 1024
+"""Upper bound of tenants with remembered kinds and deaths."""
 
 logger = structlog.get_logger("epd")
 
@@ -46,6 +65,25 @@ class _Suspect(Deaths):
     until_s: float = 0.0
 
 
+@dataclass(slots=True)
+class _Tenant(Deaths):
+    """The deaths of one tenant.
+
+    Attributes:
+        times: times of the latest deaths.
+        credit: number of answers beyond those that deaths outweigh, by kind of requests.
+        pins: instances of its requests in quarantine.
+    """
+
+    times: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_TENANT_DEATHS))
+    credit: BoundedDict[int, int] = field(default_factory=lambda: BoundedDict(MAX_KINDS))
+    pins: dict[Stage, str] = field(default_factory=dict)
+
+    def has_died_often(self, within_s: float, now_s: float) -> bool:
+        """Return whether the latest `MAX_TENANT_DEATHS` deaths came within this time."""
+        return len(self.times) == MAX_TENANT_DEATHS and now_s < self.times[0] + within_s
+
+
 class FatalRequests:
     """Deaths by their cause, and the rejection of requests because of them.
 
@@ -59,7 +97,8 @@ class FatalRequests:
         """Start without deaths.
 
         Args:
-            reject_s: time of rejection after the last death, in seconds; 0 to disable it.
+            reject_s: time of rejection after the last death, and time within which
+                `MAX_TENANT_DEATHS` deaths put a tenant in quarantine, in seconds; 0 for neither.
             drains: returns whether an instance was about to leave. Its end is then not a death.
             clock: monotonic clock, in seconds.
         """
@@ -67,7 +106,7 @@ class FatalRequests:
         self._drains = drains
         self._clock = clock
         self._suspects: BoundedDict[_Subject, _Suspect] = BoundedDict(MAX_SUSPECTS)
-        self._tenants = TenantDeaths(reject_s)
+        self._tenants: BoundedDict[str, _Tenant] = BoundedDict(MAX_TENANTS)
 
     def __len__(self) -> int:
         return len(self._suspects)
@@ -88,34 +127,45 @@ class FatalRequests:
 
     @property
     def quarantined_tenants(self) -> int:
-        """Number of tenants in quarantine."""
-        return self._tenants.count_quarantined(self._clock())
+        """Number of tenants in quarantine. The cost grows with the known tenants."""
+        now_s = self._clock()
+        return sum(
+            tenant.has_died_often(self._reject_s, now_s) for tenant in self._tenants.values()
+        )
 
     def is_quarantined(self, watched: Watched) -> bool:
         """Return whether a request must be in quarantine."""
-        return self._tenants.find_quarantine(watched, self._clock()) is not None
+        tenant = self._tenants.get(watched.tenant)
+        return (
+            tenant is not None
+            and tenant.has_died_often(self._reject_s, self._clock())
+            and tenant.credit.get(watched.kind, 0) <= 0
+        )
 
     def restrict(self, watched: Watched) -> bool:
         """Restrict a request in quarantine; return False if it need not be there any more."""
-        if (tenant := self._tenants.find_quarantine(watched, self._clock())) is None:
+        if not self.is_quarantined(watched):
             return False
+        tenant = self._tenants[watched.tenant]
         watched.most_deaths, watched.pins, watched.fatal_to = 1, tenant.pins, tenant.last_s
         return True
 
-    def after(
-        self, error: UpstreamDied, instance: Instance, watched: Watched, items: Sequence[str] = ()
-    ) -> UpstreamDied | SuspectedFatal:
-        """Count a death, and return the final error of the sending.
+    def final_error(
+        self, error: ProxyError, instance: Instance, watched: Watched, items: Sequence[str] = ()
+    ) -> ProxyError:
+        """Return the final error of a request to an instance; count the death of the instance.
 
         `items` are the keys of the items that the instance had to process. They are empty if it had
         several: the cause may be any of them.
         """
+        if not isinstance(error, UpstreamDied):
+            return watched.final_error(error, instance)
         if self._drains(instance):
             return error
         now_s = self._clock()
         watched.record_death(instance, now_s)
-        self._tenants.count_death(watched, instance, now_s)
-        if self._tenants.find_quarantine(watched, now_s) is not None:
+        self._count_tenant_death(watched, instance, now_s)
+        if self.is_quarantined(watched):
             watched.most_deaths = 1
         if not self._reject_s:
             return error
@@ -137,14 +187,6 @@ class FatalRequests:
         )
         return _suspected(self._reject_s, error.stage)
 
-    def final_error(
-        self, error: ProxyError, instance: Instance, watched: Watched, items: Sequence[str] = ()
-    ) -> ProxyError:
-        """Return the final error of a request to an instance, and count its death as `after`."""
-        if isinstance(error, UpstreamDied):
-            return self.after(error, instance, watched, items)
-        return watched.final_error(error, instance)
-
     def record_survival(
         self, watched: Watched, items: Iterable[str] = (), *, body: bool = True
     ) -> None:
@@ -153,7 +195,34 @@ class FatalRequests:
             for subject in _subjects(watched, items, body=body):
                 self._suspects.pop(subject, None)
         if body:
-            self._tenants.count_answer(watched)
+            credit = self._tenant_of(watched).credit
+            if (answers := credit.get(watched.kind, 0)) < MAX_CREDIT:
+                credit[watched.kind] = answers + 1
+
+    def _count_tenant_death(self, watched: Watched, instance: Instance, now_s: float) -> None:
+        tenant = self._tenant_of(watched)
+        was_quarantined = tenant.has_died_often(self._reject_s, now_s)
+        if not was_quarantined:
+            tenant.pins = {}  # an earlier quarantine may have named instances that are gone
+        if not tenant.add(instance, now_s):
+            return
+        # A host that fails ends its instances within moments: that is one death of a kind.
+        if not tenant.times or now_s - tenant.times[-1] > SAME_DEATH_S:
+            credit = tenant.credit.get(watched.kind, 0)
+            tenant.credit[watched.kind] = credit - ANSWERS_PER_DEATH
+        tenant.times.append(now_s)
+        if not was_quarantined and tenant.has_died_often(self._reject_s, now_s):
+            logger.warning(
+                "tenant in quarantine: instances died while they served its requests",
+                quarantine_s=round(self._reject_s),
+                next="unproven kinds of its requests are served one at a time by one instance",
+            )
+
+    def _tenant_of(self, watched: Watched) -> _Tenant:
+        tenant = self._tenants.get(watched.tenant)
+        if tenant is None:
+            tenant = self._tenants[watched.tenant] = _Tenant()
+        return tenant
 
     def _find_suspect(self, subject: _Subject, now_s: float) -> _Suspect | None:
         suspect = self._suspects.get(subject)

@@ -91,11 +91,9 @@ class Forecast:
 
     @property
     def several(self) -> bool:
-        """Whether there are several usable encode instances."""
         return len(self._queues) > 1
 
     def leave_item(self, tokens: int) -> None:
-        """Plan an item for the consumer."""
         self.local_tokens += tokens
 
 

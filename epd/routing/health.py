@@ -38,8 +38,22 @@ HANG_AFTER = 3
 HANG_S = 30.0
 """Time without progress, while it reports running requests, that ejects, in seconds."""
 
+MAX_EJECTION = 10
+"""Upper bound of an ejection, in multiples of `HealthPolicy.eject_s`. An instance that is healthy
+for this long starts again from one."""
+
+MAX_BUSY_S = 300.0
+"""Upper bound of a `Retry-After`, in seconds."""
+
 DOWN_AFTER = 3
 """Number of failed probes in a row after which an instance is down."""
+
+PROBE_BACKOFF_S = 1.0
+"""Delay of the first probe of an instance that is down, in seconds, unless probes are more frequent
+than that. Each further one doubles it."""
+
+MAX_BACKOFF = 6
+"""Upper bound of this delay, in multiples of `HealthPolicy.probe_interval_s`."""
 
 PROBE_JITTER = 0.1
 """Share by which the delay between two probes varies in either direction. Without it, all
@@ -64,18 +78,18 @@ class HealthPolicy(NamedTuple):
     Attributes:
         eject_after: failures in a row that eject; or `FAILED_SHARE` of the latest `WINDOW` times as
             many requests.
-        eject_max_s: upper bound of an ejection. An instance healthy for this long starts again from
-            `eject_s`.
-        probe_backoff_max_s: upper bound of the delay of probes while an instance is down; until its
-            first answer, that is `probe_interval_s`.
+        eject_s: length of an ejection, times the number of the instance's recent ejections.
+        probe_interval_s: interval of probes while an instance is up, and the upper bound while it
+            has never answered.
     """
 
     eject_after: int = 5
     eject_s: float = 30.0
-    eject_max_s: float = 300.0
     probe_interval_s: float = 5.0
-    probe_backoff_s: float = 1.0
-    probe_backoff_max_s: float = 30.0
+
+    @property
+    def probe_backoff_s(self) -> float:
+        return min(PROBE_BACKOFF_S, self.probe_interval_s)
 
 
 class Health:
@@ -193,7 +207,7 @@ class Health:
                 self._latest = (self._latest << 1) & self._window
                 self.record_answer(now_s)
             case Outcome.BUSY:
-                rest_s = BUSY_S if rest_s is None else min(rest_s, self._policy.eject_max_s)
+                rest_s = BUSY_S if rest_s is None else min(rest_s, MAX_BUSY_S)
                 self._busy_until_s = now_s + rest_s
                 self.record_answer(now_s)
             case Outcome.BAD | Outcome.UNREACHABLE:
@@ -252,7 +266,7 @@ class Health:
             return self._policy.probe_interval_s
         doublings = min(max(0, self._failed_probes - DOWN_AFTER), 32)
         # An instance that has never answered may be starting: it is used soon after it is ready.
-        most_s = self._policy.probe_backoff_max_s if self.met else self._policy.probe_interval_s
+        most_s = self._policy.probe_interval_s * (MAX_BACKOFF if self.met else 1)
         return min(self._policy.probe_backoff_s * 2.0**doublings, most_s)
 
     def _record_late(self, now_s: float, *, others_work: bool) -> None:
@@ -284,11 +298,11 @@ class Health:
         self._probe_s = min(self._probe_s, now_s + self._policy.probe_backoff_s)
 
     def _eject(self, now_s: float, cause: str) -> None:
-        if self._state is HealthState.HEALTHY and now_s - self._since_s >= self._policy.eject_max_s:
+        healthy_s = now_s - self._since_s if self._state is HealthState.HEALTHY else 0.0
+        if healthy_s >= MAX_EJECTION * self._policy.eject_s:
             self._ejections = 0
         self._ejections += 1
-        rest_s = min(self._policy.eject_s * self._ejections, self._policy.eject_max_s)
-        self._until_s = now_s + rest_s
+        self._until_s = now_s + self._policy.eject_s * min(self._ejections, MAX_EJECTION)
         self._become(HealthState.EJECTED, now_s, cause)
         self._probe_s = min(self._probe_s, now_s)
 

@@ -42,6 +42,8 @@ class Load(EngineLoad):
             drained instances are used equally.
         ranks: loads of its data-parallel ranks; empty if the instance distributes requests itself.
         encode: media items that the instance encodes, and its speed.
+        namespace: namespace of its encoder outputs in the store; empty if it is unknown.
+        writes_outputs: whether it is known to write its encoder outputs to the store.
         kv_bytes_per_s: mean bandwidth of the last KV transfers that it reported; None before any.
         answering: number of local requests with an answer that has begun.
         report: the last report; None without a recent one.
@@ -60,11 +62,13 @@ class Load(EngineLoad):
         "answering",
         "encode",
         "kv_bytes_per_s",
+        "namespace",
         "progress_s",
         "ranks",
         "report",
         "stalled_s",
         "weight",
+        "writes_outputs",
     )
 
     def __init__(
@@ -80,6 +84,7 @@ class Load(EngineLoad):
         )
         self.encode = EncodeWork(clock)
         self.report: Report | None = None
+        self.namespace, self.writes_outputs = "", False
         self.kv_bytes_per_s: float | None = None
         self.answering = 0
         self.progress_s = self.stalled_s = self._since_s = -math.inf
@@ -152,7 +157,6 @@ class Load(EngineLoad):
             self.ranks[rank].end_request()
 
     def expire_report(self, now_s: float) -> None:
-        """Drop a report that is too old."""
         if now_s >= self._expires_s:
             self._drop_report()
 
@@ -208,6 +212,7 @@ class Load(EngineLoad):
         It may be added again before its requests end.
         """
         self._since_s = -math.inf
+        self.namespace, self.writes_outputs = "", False
         self._drop_report()
         self.forget_engines()
 

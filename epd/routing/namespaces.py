@@ -7,82 +7,46 @@ others.
 A consumer that encodes media itself writes the outputs to the store only with the role `ec_both`.
 """
 
-import math
-import time
-from collections.abc import Callable
-
-from epd.routing.health import HealthState
-from epd.routing.instances import CONSUMERS, Instance, Role
+from epd.routing.instances import CONSUMERS, Instance
 from epd.routing.table import InstanceTable
-
-INTERVAL_S = 5.0
-"""Interval of questions to an instance. One that was down is asked as soon as it is up again."""
 
 
 class Namespaces:
     """The namespaces of the instances of one table. Belongs to one event loop."""
 
-    def __init__(self, table: InstanceTable, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, table: InstanceTable) -> None:
         self._table = table
-        self._clock = clock
-        self._known: dict[tuple[Role, str], str] = {}
-        self._writers: set[tuple[Role, str]] = set()
-        self._asked_s: dict[tuple[Role, str], float] = {}
         self._consumers: frozenset[str] | None = None
         self._counted_at = table.changes
-
-    def due_instances(self) -> list[Instance]:
-        """Return the instances to ask now; each answer goes to `record_namespace`."""
-        members = {instance.key: instance for instance in self._table.of_roles(*Role)}
-        up = {
-            key: instance
-            for key, instance in members.items()
-            if self._table.state(instance) is not HealthState.DOWN
-        }
-        self._known = {key: name for key, name in self._known.items() if key in members}
-        self._writers &= members.keys()
-        self._asked_s = {key: asked_s for key, asked_s in self._asked_s.items() if key in up}
-        now_s = self._clock()
-        due = [
-            instance
-            for key, instance in up.items()
-            if self._asked_s.get(key, -math.inf) + INTERVAL_S <= now_s
-        ]
-        self._asked_s.update((instance.key, now_s) for instance in due)
-        return due
 
     def record_namespace(self, instance: Instance, namespace: str | None) -> None:
         """Record the namespace of an instance; empty for none or several, None without an answer.
 
-        An instance that is not in the table is dropped by the next `due_instances`.
+        An instance that is not in the table is ignored.
         """
-        if namespace is None or namespace == self._known.get(instance.key, ""):
-            return
-        self._consumers = None
-        if namespace:
-            self._known[instance.key] = namespace
-        else:
-            del self._known[instance.key]
+        load = self._table.find_load(instance)
+        if load is not None and namespace not in {None, load.namespace}:
+            load.namespace = namespace
+            self._consumers = None
 
     def record_writes(self, instance: Instance, *, writes: bool) -> None:
-        if writes:
-            self._writers.add(instance.key)
-        else:
-            self._writers.discard(instance.key)
+        if (load := self._table.find_load(instance)) is not None:
+            load.writes_outputs = writes
 
     def consumers_write(self) -> bool:
         """Return whether all consumers are known to write the outputs of their own encodes."""
-        consumers = self._table.of_roles(*CONSUMERS)
-        return bool(consumers) and all(consumer.key in self._writers for consumer in consumers)
+        consumers = self._table.all(*CONSUMERS)
+        return bool(consumers) and all(consumer.load.writes_outputs for consumer in consumers)
 
     def namespace_of(self, instance: Instance) -> str | None:
-        return self._known.get(instance.key)
+        load = self._table.find_load(instance)
+        return load.namespace or None if load is not None else None
 
     def of_consumers(self) -> frozenset[str]:
         """Return all known namespaces of consumers, collected again only after a change."""
         if self._consumers is None or self._counted_at != self._table.changes:
-            known = (self.namespace_of(instance) for instance in self._table.of_roles(*CONSUMERS))
-            self._consumers = frozenset(namespace for namespace in known if namespace is not None)
+            known = (consumer.load.namespace for consumer in self._table.all(*CONSUMERS))
+            self._consumers = frozenset(filter(None, known))
             self._counted_at = self._table.changes
         return self._consumers
 

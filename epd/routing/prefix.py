@@ -41,11 +41,9 @@ class Prefix(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Estimated number of tokens of the prompt."""
         return self.ends[-1] if self.ends else 0
 
     def tokens_of(self, links: int) -> int:
-        """Return the estimated number of tokens of the first links."""
         return self.ends[links - 1] if links else 0
 
 
@@ -155,7 +153,6 @@ class PrefixCache:
         return computed
 
     def _evict(self) -> None:
-        """Remove what has expired, and what exceeds the bounds."""
         known, now_s = self._links, self._clock()
         while known:
             tokens, expires_s = next(iter(known.values()))

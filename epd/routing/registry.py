@@ -105,7 +105,6 @@ class Registry:
         )
 
     def _named(self) -> dict[Instance, InstanceSource]:
-        """Return all named instances, each with its first source."""
         named: dict[tuple[Role, str], tuple[Instance, InstanceSource]] = {}
         for source in InstanceSource:
             for instance in self._by_source.get(source, ()):

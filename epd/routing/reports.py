@@ -101,7 +101,6 @@ def read_report(page: bytes) -> Report | None:
 
 
 def _read_kv_moved(page: bytes) -> KVMoved:
-    """Return the transferred KV blocks; zeros for an instance without them."""
     try:
         sums = (sum(value for _, value in _samples(page, name)) for name in (KV_BYTES, KV_SECONDS))
         return KVMoved(*sums)
@@ -152,11 +151,6 @@ def writes_outputs(page: bytes) -> bool:
 
 
 def _requests(page: bytes, name: bytes) -> dict[int, int]:
-    """Return the values of a gauge by engine.
-
-    Raises:
-        ValueError: a value is not a number of requests.
-    """
     found = {}
     for labels, value in _samples(page, name):
         if not 0 <= value <= MAX_REQUESTS:
@@ -167,7 +161,6 @@ def _requests(page: bytes, name: bytes) -> dict[int, int]:
 
 
 def _samples(page: bytes, name: bytes) -> Iterator[tuple[bytes, float]]:
-    """Yield the labels and the value of each sample of a metric. Raise `ValueError` as `_lines`."""
     for line in _lines(page, name):
         labels, _, after = line.rpartition(b"}")
         yield labels, float((*after.split(), b"")[0])

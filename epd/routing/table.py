@@ -83,7 +83,7 @@ class InFlight(Reservation):
     _begun_s: float = 0.0
     _answered: bool = False
     _computed: int = 0
-    _sent_s: float | None = None
+    _encodes: bool = False
     matched: int | None = None
     was_proven: bool = False
     began_failing: bool = False
@@ -100,7 +100,8 @@ class InFlight(Reservation):
             self._computed = self._work.prompt_tokens
             self._load.cache_of(self.rank).pending += self._computed
         if self._work.encode_tokens:
-            self._sent_s = self._load.encode.begin_tokens(self._work.encode_tokens)
+            self._encodes = True
+            self._load.encode.tokens += self._work.encode_tokens
         return self
 
     def record_answer(self) -> None:
@@ -114,16 +115,15 @@ class InFlight(Reservation):
         self._end_work()
 
     def _end_work(self, error: BaseException | None = None) -> None:
-        """Remove the prompt and its items from those that wait for prefill and encode."""
         if self._computed:
             self._load.cache_of(self.rank).pending -= self._computed
             self._computed = 0
-        if self._sent_s is not None:
+        if self._encodes:
+            self._encodes = False
             load, tokens = self._load, self._work.encode_tokens
-            load.encode.end_tokens(tokens)
+            load.encode.tokens -= tokens
             if error is None and self.instance.role is Role.ENCODE:
-                load.encode.learn_answer(tokens, self._sent_s, load.under_way / load.value)
-            self._sent_s = None
+                load.encode.learn_answer(tokens, self._begun_s, load.under_way / load.value)
 
     def end_request(self, error: BaseException | None = None) -> None:
         """Judge the instance by the request's end. A cancelled request does not count.
@@ -163,7 +163,6 @@ class InFlight(Reservation):
         return may_have or self._health.progress_s > self._begun_s
 
     def blame_instance(self) -> None:
-        """Count the 500 of the ended request as a failure of its instance."""
         self._health.record_failure(self._clock(), begun=self._begun)
 
 
@@ -192,18 +191,17 @@ class InstanceTable:
         *,
         on_change: Callable[[Instance, HealthState, str], None] = lambda *_: None,
         clock: Callable[[], float] = time.monotonic,
-        jitter: Callable[[], float] | None = None,
     ) -> None:
         """Create the table with all instances healthy.
 
         `on_change` gets the new state of an instance, and the cause of `EJECTED` and `DOWN`.
-        `clock` is monotonic, in seconds. `jitter` returns a number from 0 to 1 for the jitter of
-        probes; None for a generator of the table's own.
+        `clock` is monotonic, in seconds.
         """
         self._policy = policy
         self._on_change = on_change
         self._clock = clock
-        self._jitter = jitter or random.Random().random  # noqa: S311 - no secret
+        # A generator of its own: other code in the process may seed the module's one.
+        self._jitter = random.Random().random  # noqa: S311 - no secret
         self._by_role: dict[Role, list[Candidate]] = {role: [] for role in Role}
         self._members: dict[tuple[Role, str], Candidate] = {}
         self._leaving: dict[Instance, Load] = {}
@@ -224,6 +222,10 @@ class InstanceTable:
         """Return the load of an instance; raise KeyError if it is not in the table."""
         return self._members[instance.key].load
 
+    def find_load(self, instance: Instance) -> Load | None:
+        candidate = self._members.get(instance.key)
+        return None if candidate is None else candidate.load
+
     def add(self, instance: Instance) -> None:
         """Add an instance. One that is in the table already remains unchanged."""
         if instance.key in self._members:
@@ -238,9 +240,7 @@ class InstanceTable:
 
     def remove(self, instance: Instance) -> None:
         """Remove an instance: it gets no new requests. Requests in progress continue."""
-        candidate = self._members.pop(instance.key, None)
-        if candidate is None:
-            return
+        candidate = self._members.pop(instance.key)
         candidates = self._by_role[instance.role]
         candidates.remove(candidate)
         if not candidates:
@@ -383,13 +383,11 @@ class InstanceTable:
         return Health(self._policy, self._clock(), on_change, self._jitter)
 
     def _keep_leaving(self, instance: Instance, load: Load) -> None:
-        """Keep the load of an instance outside the table while it has requests."""
         self._leaving = {old: left for old, left in self._leaving.items() if left.under_way}
         self._removed &= {old.key for old in self._leaving}
         self._leaving[instance] = load
 
     def probes_due(self) -> list[Instance]:
-        """Return the instances to probe now; each result goes to `record_probe`."""
         now_s = self._clock()
         members = self._members.values()
         return [member.instance for member in members if member.health.probe_due(now_s)]

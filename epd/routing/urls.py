@@ -9,7 +9,7 @@ from contextlib import suppress
 from ipaddress import ip_address, ip_network
 from urllib.parse import parse_qsl, urlsplit
 
-from epd.http.http1 import http_url
+from epd.http.http1 import http_url, is_address
 
 DNS_PORT = 53
 
@@ -99,15 +99,6 @@ def named_events_address(written: str) -> tuple[str, str]:
     return "", events_address(written)
 
 
-def is_address(host: str) -> bool:
-    """Return whether a host is an IP address and not a name."""
-    try:
-        ip_address(host)
-    except ValueError:
-        return False
-    return True
-
-
 def name_server(server: str) -> tuple[str, int]:
     """Return address and port of a DNS server, written as `address` or `address:port`."""
     try:
@@ -186,11 +177,11 @@ def is_allowed(url: str, patterns: Sequence[str]) -> bool:
     if not patterns:
         return True
     host = (urlsplit(url).hostname or "").rstrip(".")
-    try:
-        address = ip_address(host)
-    except ValueError:
+    if is_address(host):
         return any(
-            host == pattern or (pattern.startswith("*.") and host.endswith(pattern[1:]))
-            for pattern in patterns
+            ip_address(host) in ip_network(pattern) for pattern in patterns if "/" in pattern
         )
-    return any(address in ip_network(pattern) for pattern in patterns if "/" in pattern)
+    return any(
+        host == pattern or (pattern.startswith("*.") and host.endswith(pattern[1:]))
+        for pattern in patterns
+    )

@@ -67,7 +67,6 @@ class Watched:
 
     @property
     def is_spent(self) -> bool:
-        """Whether the request must not be sent to another instance."""
         return self.deaths is not None and self.deaths.count >= self.most_deaths
 
     def choose_instance(

@@ -1,14 +1,14 @@
-"""Requests that the proxy sends to all instances: health, versions, profiling, models."""
+"""Requests that the proxy sends to all instances: health and profiling, and to one for models."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from types import MappingProxyType
-from typing import Any, Generic, Literal, NotRequired, TypedDict, TypeVar
+from typing import Any, Literal, NotRequired
 
 from aiohttp import web
+from typing_extensions import TypedDict
 
-from epd.aio import Flights
 from epd.api.body import Pieces
 from epd.config import ProxyConfig
 from epd.errors import Outcome, ProxyError, RequestRefused, Stage, UpstreamRejected
@@ -34,14 +34,14 @@ CLUSTERS: Mapping[str, tuple[Stage, tuple[Role, ...]]] = {
 
 STAGE: Mapping[Role, Stage] = {role: stage for stage, roles in CLUSTERS.values() for role in roles}
 
-MAX_VERSION = 64
-"""Upper bound of the characters of an instance's version in `/version`."""
-
 MODELS_TRIES = 2
 """Upper bound of the decode instances that one `/v1/models` request tries."""
+PROFILE_TIMEOUT_S = 300.0
+"""Maximum time for an instance's response to `/start_profile` and `/stop_profile`."""
+
 KEPT_S = 1.0
-"""Lifetime of a cached answer of all instances, in seconds. `GET /health` needs no key: without
-this cache, each request for it would open a connection to every instance."""
+"""Lifetime of a cached `GET /health`, in seconds. It needs no key: without this cache, each request
+for it would open a connection to every instance."""
 
 ClusterState = Literal["healthy", "degraded", "unhealthy", "empty"]
 """State of a stage. `degraded`: some of its instances are not healthy. `unhealthy`: no instance
@@ -49,19 +49,16 @@ answers."""
 
 
 class InstanceStatus(TypedDict):
-    """Response of one instance to a request that the proxy has sent to all instances."""
+    """Status of one instance's response; null and an error without a response."""
 
     status: int | None
-    """Status of the response; null without a response."""
     error: NotRequired[str]
-    """Failure, if there was no response."""
 
 
 class ProfilerStatus(InstanceStatus):
-    """Response of one instance to a command for its profiler."""
+    """Response of one instance to a command for its profiler, with a JSON body if it has one."""
 
     body: NotRequired[Any]
-    """JSON body of the response, if it has one."""
 
 
 class InstanceHealth(InstanceStatus):
@@ -69,9 +66,8 @@ class InstanceHealth(InstanceStatus):
 
     roles: list[Role]
     routing: dict[str, Condition]
-    """Condition of the instance in each role."""
     state: Condition
-    """The worst of these conditions."""
+    """The worst one of `routing`."""
 
 
 class ConversationCounts(TypedDict):
@@ -94,46 +90,14 @@ class HealthPage(TypedDict):
     decode_cluster: ClusterState
     conversations: ConversationCounts
     instances: dict[str, InstanceHealth]
-    """Instances by URL."""
 
-
-Health = tuple[int, HealthPage]
-"""Status and body of `GET /health`."""
 
 ProfilePage = dict[str, dict[str, ProfilerStatus]]
 """Response of each instance to a command for its profiler, by stage and URL."""
 
-T = TypeVar("T")
-
-
-class CachedResult(Generic[T]):
-    """Cache of one answer of all instances, for `KEPT_S`. Concurrent misses share one lookup."""
-
-    def __init__(self, ask: Callable[[], Awaitable[T]]) -> None:
-        self._ask = ask
-        self._flights: Flights[None, T] = Flights()
-        self._answer: T | None = None
-        self._until_s = 0.0
-
-    async def get(self) -> T:
-        if self._answer is not None and asyncio.get_running_loop().time() < self._until_s:
-            return self._answer
-        return await self._flights.join(None, self._ask_and_keep)
-
-    async def _ask_and_keep(self) -> T:
-        answer = self._answer = await self._ask()
-        self._until_s = asyncio.get_running_loop().time() + KEPT_S
-        return answer
-
 
 class Admin:
-    """Client that sends a request to every instance of a table.
-
-    Attributes:
-        health: returns the status and the body of `GET /health`.
-        versions: returns the vLLM version that each instance reports, by URL; None if it reports
-            none.
-    """
+    """Client that sends a request to every instance of a table."""
 
     def __init__(
         self,
@@ -149,19 +113,20 @@ class Admin:
         # A separate choice: these requests must not advance the round robin of the decode stage.
         self._models = Choice(table, *ANSWERING)
         self._retries = Retries()
-        self.health = CachedResult(self._ask_health).get
-        self.versions = CachedResult(self._ask_versions).get
+        self._asking = asyncio.Lock()
+        self._health: tuple[int, HealthPage] | None = None
+        self._until_s = 0.0
 
-    async def _ask_versions(self) -> dict[str, str | None]:
-        timeout_s = self._config.health_timeout_s
-        results = await self._ask_all("/version", timeout_s)
-        return {instance.url: _version(result) for instance, result in results.items()}
+    async def health(self) -> tuple[int, HealthPage]:
+        """Return the status and the body of `GET /health`. One lookup runs at a time."""
+        clock = asyncio.get_running_loop().time
+        async with self._asking:
+            if self._health is None or clock() >= self._until_s:
+                self._health = await self._ask_health()
+                self._until_s = clock() + KEPT_S
+            return self._health
 
-    async def _ask_health(self) -> Health:
-        """Return the answer to `GET /health`.
-
-        Its status is 503 if a stage is `unhealthy` and no other stage may do its work.
-        """
+    async def _ask_health(self) -> tuple[int, HealthPage]:
         groups = {name: self._table.of_roles(*roles) for name, (_, roles) in CLUSTERS.items()}
         states = {instance: self._table.state(instance) for instance in self._table.of_roles(*Role)}
         routed = {
@@ -190,13 +155,13 @@ class Admin:
         for instance, found in conditions.items():
             entry = shown.setdefault(
                 instance.url,
-                {"roles": [], "routing": {}, "state": found, **_json(results[instance])},
+                {"roles": [], "routing": {}, "state": found, **_status(results[instance])},
             )
             entry["roles"].append(instance.role)
             entry["routing"][instance.role.value] = found
             entry["state"] = max(entry["routing"].values(), key=WORST.index)
         missing = {name for name, state in clusters.items() if state == "unhealthy"}
-        spared = missing <= self._replaceable()
+        spared = missing <= self._replaceable()  # other stages may do their work
         return 200 if spared else 503, HealthPage(
             proxy="degraded" if missing and spared else "healthy",
             encode_cluster=clusters["encode_cluster"],
@@ -207,7 +172,6 @@ class Admin:
         )
 
     def _replaceable(self) -> set[str]:
-        """Return the stages for which others may do the work."""
         config, found = self._config, set[str]()
         if config.on_encode_failure == "local" and not EC_TRANSFERS[config.ec_transfer].pushed:
             found.add("encode_cluster")
@@ -216,7 +180,6 @@ class Admin:
         return found
 
     def _counts(self) -> ConversationCounts:
-        """Return the numbers of conversations of all workers; None for a metric without samples."""
         shown = {family.name: family.samples for family in self._metrics.shown.collect()}
 
         def count(figure: Figure) -> int | None:
@@ -227,14 +190,10 @@ class Admin:
     async def profile(self, command: str, headers: Mapping[str, str], body: bytes) -> ProfilePage:
         """Send the command to start or to stop profiling to every instance of every stage.
 
-        Returns:
-            Status and JSON body, or error, of each instance, by stage and URL.
-
         Raises:
             RequestRefused: no instance has a profiler (503).
         """
-        timeout_s = self._config.profile_timeout_s
-        results = await self._ask_all(f"/{command}_profile", timeout_s, headers, (body,))
+        results = await self._ask_all(f"/{command}_profile", PROFILE_TIMEOUT_S, headers, (body,))
         missing = HTTPStatus.NOT_FOUND
         if all(
             isinstance(result, Answer) and result.status == missing for result in results.values()
@@ -309,15 +268,7 @@ class Admin:
 ADMIN = web.AppKey("admin", Admin)
 
 
-def _version(result: Answer | ProxyError) -> str | None:
-    match json_or_none(result.body) if isinstance(result, Answer) and result.ok else None:
-        case {"version": str() as version}:
-            return version[:MAX_VERSION]
-        case _:
-            return None
-
-
-def _json(result: Answer | ProxyError) -> InstanceStatus:
+def _status(result: Answer | ProxyError) -> InstanceStatus:
     if isinstance(result, Answer):
         return {"status": result.status}
     return {"status": None, "error": result.message}

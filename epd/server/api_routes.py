@@ -1,13 +1,11 @@
-"""Client routes: the generation endpoints, media and models. Decode's responses are relayed.
-
-The docstrings of the handlers are published in `/openapi.json` (see `openapi.py`).
-"""
+"""Client routes: the generation endpoints, media and models. Decode's responses are relayed."""
 
 import time
 from http import HTTPStatus
-from typing import Literal, TypedDict
+from typing import Literal
 
 from aiohttp import HttpVersion11, web
+from typing_extensions import TypedDict
 
 from epd.api.body import cut_and_parsed
 from epd.api.usage import whole_with_usage
@@ -154,14 +152,7 @@ def _answer_headers(reply: Reply, visit: Visit) -> dict[str, str]:
 
 
 async def push_media(request: web.Request) -> JsonResponse[warmup.MediaPage]:
-    """Encode media before a request uses them.
-
-    Returns:
-        200: the encoder outputs are in the store.
-
-    Raises:
-        RequestRefused: 503, the proxy has no encoder store, or the outputs did not reach it.
-    """
+    """Encode media before a request uses them."""
     visit = request[VISIT]
     await check_key(request)  # for stored media, no instance would check the key
     raw = await read_json(request)
@@ -172,11 +163,7 @@ async def push_media(request: web.Request) -> JsonResponse[warmup.MediaPage]:
 
 
 async def forget_media(request: web.Request) -> JsonResponse[MediaDeleted]:
-    """Forget the name of the client's media.
-
-    Returns:
-        200: the name is deleted.
-    """
+    """Forget the name of the client's media."""
     visit = request[VISIT]
     await check_key(request)
     uuid, model = request.match_info["uuid"], request.query.get("model")
@@ -186,11 +173,7 @@ async def forget_media(request: web.Request) -> JsonResponse[MediaDeleted]:
 
 
 async def list_models(request: web.Request) -> web.Response:
-    """Return the models of one decode instance.
-
-    Returns:
-        200: response of the decode instance, unchanged.
-    """
+    """Return the models of one decode instance."""
     return await _of_decode(request, "/v1/models")
 
 
@@ -198,9 +181,6 @@ async def get_tokenizer_info(request: web.Request) -> web.Response:
     """Return the tokenizer of one decode instance.
 
     Instances without `--enable-tokenizer-info-endpoint` answer 404.
-
-    Returns:
-        200: response of the decode instance, unchanged.
     """
     await check_key(request)  # the instance does not check a key at this path
     return await _of_decode(request, "/tokenizer_info")
@@ -215,22 +195,9 @@ async def _of_decode(request: web.Request, path: str) -> web.Response:
 
 
 async def get_response(_: web.Request) -> web.StreamResponse:
-    """Answer 404: responses are not stored.
-
-    Raises:
-        RequestRefused: 404, always.
-    """
+    """Answer 404: responses are not stored. To cancel one, close its connection."""
     raise RequestRefused(
         404,
         "responses are not kept: send the whole conversation as input",
         slug="unsupported_route",
     )
-
-
-async def cancel_response(request: web.Request) -> web.StreamResponse:
-    """Answer 404: responses are not stored. To cancel one, close its connection.
-
-    Raises:
-        RequestRefused: 404, always.
-    """
-    return await get_response(request)

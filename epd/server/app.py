@@ -13,13 +13,13 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 from ec_store.opening import open_proxy_store
-from epd.aio import Background, Flights
+from epd.aio import Background
 from epd.api.endpoints import ENDPOINTS
 from epd.config import ProxyConfig
-from epd.config.proxy_config import active_policies
+from epd.config.proxy_config import make_checked_policies
 from epd.conversations.conversations import Conversations
 from epd.discovery.membership import membership
-from epd.discovery.polling import asking_namespaces, poll_load, probe_periodically
+from epd.discovery.polling import poll_metrics, probe_periodically
 from epd.edge.access import Access
 from epd.edge.admission import Admission
 from epd.edge.drain import DRAIN, Drain
@@ -42,7 +42,6 @@ from epd.observe.logs import LogObserver, hide_locals
 from epd.observe.metrics import MetricsObserver, watched
 from epd.observe.tracing import tracing
 from epd.observe.worker_metrics import WorkerMetrics
-from epd.policies.in_force import Policies
 from epd.request.decoders import Decoders
 from epd.request.encode import Encoder
 from epd.request.item_tokens import TokenCounts
@@ -64,7 +63,7 @@ from epd.routing.instances import ANSWERING, Instance, Role
 from epd.routing.namespaces import Namespaces
 from epd.routing.registry import Change, InstanceSource, Registry
 from epd.routing.table import InstanceTable
-from epd.server import api_routes, instance_routes, operator_routes, page_routes, policy_routes
+from epd.server import api_routes, instance_routes, operator_routes, page_routes
 from epd.server.admin import ADMIN, Admin
 from epd.server.api_routes import CONVERSATIONS, MEDIA_KEYS, PIPELINE, WARMUP
 from epd.server.app_keys import (
@@ -82,12 +81,11 @@ from epd.server.app_keys import (
 )
 from epd.server.instance_routes import KV_TRANSFER, REGISTRATIONS, REGISTRY
 from epd.server.key_judge import JUDGE, KeyJudge
-from epd.server.middlewares import allow_origins, direct, observe
+from epd.server.middlewares import allow_origins, answer_unknown, direct, observe
 from epd.server.openapi import openapi_json
 from epd.server.operator_routes import METRICS
 from epd.server.page_routes import BOARD
-from epd.server.policy_routes import POLICIES
-from epd.server.responses import UnknownRoute, own_headers
+from epd.server.responses import own_headers
 from epd.transfer.ec import ECTransfer
 from epd.transfer.registry import EC_TRANSFERS, KV_TRANSFERS
 from epd.ui.dashboard import Board
@@ -95,9 +93,7 @@ from epd.ui.recent import Recent
 from epd.upstream import Upstream
 from epd.workers.worker import WorkerSlot
 
-LOG = web.AppKey("log", LogObserver)
 RECENT = web.AppKey("recent", Recent)
-DOCUMENT: web.AppKey[Flights[None, bytes]] = web.AppKey("document", Flights)
 
 GONE = (HealthState.DOWN, "removed")
 """States of an instance after which its engine and its KV blocks may be lost."""
@@ -143,17 +139,10 @@ def create_app(
     app[METRICS] = MetricsObserver(app[ADMISSION], *pages)
     app[BACKGROUND] = Background(app[METRICS].background_failed)
     app[RECENT] = Recent()
-    app[DOCUMENT] = Flights()
-    app[POLICIES] = Policies(
-        config.policies,
-        partial(active_policies, config),
-        None if slot is None else slot.shared.policies,
-    )
     app[DRAIN] = Drain()
     app[DIRECT] = direct(app, api_routes.answer_request)
-    app[LOG] = LogObserver(config)
     own: tuple[Observer, ...] = (app[METRICS], app[RECENT])
-    app[OBSERVERS] = (*own, *((app[LOG],) if observers is None else observers))
+    app[OBSERVERS] = (*own, *((LogObserver(config),) if observers is None else observers))
     app.cleanup_ctx.append(partial(build_components, files=files, slot=slot))
     return app
 
@@ -169,6 +158,7 @@ async def build_components(
         policy=config.health,
         on_change=lambda instance, state, cause: changed(instance, state, cause=cause),
     )
+    policies = make_checked_policies(config)
     transfer = KV_TRANSFERS[config.kv_transfer]()
     fatal = FatalRequests(
         config.suspect_s,
@@ -180,9 +170,11 @@ async def build_components(
     async with (
         tracing(config) as tracer,  # closed last: it exports the spans of the other closes
         watched(app[METRICS].loop_lag, background),
-        Upstream.connect(config.connect_timeout_s, tls=files.upstream_tls) as upstream,
+        Upstream.connect(files.upstream_tls) as upstream,
         MediaFetcher.open(config) if config.media_fetch == "proxy" else nullcontext() as media,
-        _cache(config, background) as cache,
+        nullcontext()
+        if config.ec_store is None
+        else EncoderCache(partial(open_proxy_store, config.ec_store), config, background) as cache,
         conversations,
         membership(
             config,
@@ -192,8 +184,9 @@ async def build_components(
             None if slot is None else slot.shared.sources,
         ) as registrations,
         probe_periodically(table, upstream, config, background),
-        poll_load(table, upstream, config, background, lambda: app[POLICIES].compares_costs),
-        asking_namespaces(namespaces, upstream, config, background),
+        poll_metrics(
+            table, namespaces, upstream, config, background, lambda: policies.compares_costs
+        ),
         _kv_events(table, config, background) as event_counts,
         aclosing(
             Releases(
@@ -214,7 +207,7 @@ async def build_components(
         app[MEDIA_KEYS] = keys = Keys(cache)
         app[PIPELINE] = Pipeline(
             table,
-            app[POLICIES].choose_policy,
+            policies.choose_policy,
             media,
             keys,
             ec_transfer,
@@ -302,15 +295,6 @@ def _changed(  # noqa: PLR0913, PLR0917 - the parts of an event, and its receive
         conversations.drop_instance(instance.url)
 
 
-def _cache(
-    config: ProxyConfig, background: Background
-) -> AbstractAsyncContextManager[EncoderCache | None]:
-    url = config.ec_store
-    if url is None:
-        return nullcontext()
-    return EncoderCache(partial(open_proxy_store, url), config, background)
-
-
 def _kv_events(
     table: InstanceTable, config: ProxyConfig, background: Background
 ) -> AbstractAsyncContextManager[EventCounts]:
@@ -326,50 +310,25 @@ async def _no_continue(_: web.Request) -> None:
     """Send no `100 Continue` before the checks of the request: `read` sends it later."""
 
 
-async def answer_unknown(request: web.Request) -> web.StreamResponse:
-    """Answer a request for an unknown path, or with a method that its path does not have.
-
-    aiohttp's own handler would send `100 Continue` first.
-
-    Raises:
-        UnknownRoute: the path has no route.
-        HTTPMethodNotAllowed: the path has routes for other methods.
-    """
-    methods = set[str]()
-    for route in request.app.router.resources():
-        if route.name != UNKNOWN and (own := (await route.resolve(request))[1]):
-            methods |= own
-            request[VISIT].record.set_path(route.canonical)
-    if not methods:
-        raise UnknownRoute(request.rel_url.raw_path)
-    raise web.HTTPMethodNotAllowed(request.method, methods)
-
-
 async def openapi(request: web.Request) -> web.Response:
-    """Return this document.
-
-    Returns:
-        200: this document.
-    """
+    """Return the OpenAPI document of the proxy."""
     visit = request[VISIT]
-    # It takes 0.1 s to make, on one thread: the standard library's reader of sources is not safe
-    # for several.
-    make = partial(asyncio.to_thread, openapi_document, visit.config.root_path)
-    body = await request.app[DOCUMENT].join(None, make)
+    # It takes 0.1 s to make.
+    body = await asyncio.to_thread(openapi_document, visit.config.root_path)
     return web.Response(
         body=body, content_type="application/json", headers=own_headers(visit.record)
     )
 
 
-_get, _put, _post, _delete, _options, _any = (
+_get, _post, _delete, _options, _any = (
     partial(declare, expect_handler=_no_continue)
-    for declare in (web.get, web.put, web.post, web.delete, web.options, partial(web.route, "*"))
+    for declare in (web.get, web.post, web.delete, web.options, partial(web.route, "*"))
 )
 ROUTES = (
     (Access.OPEN, _get("/health", operator_routes.health)),  # a load balancer has no key
     (Access.OPEN, _get("/ready", operator_routes.ready)),
-    (Access.OPEN, _get("/ping", operator_routes.ping)),  # SageMaker's name for it
-    (Access.OPEN, _post("/ping", operator_routes.ping)),
+    (Access.OPEN, _get("/ping", operator_routes.ready)),  # SageMaker's name for it
+    (Access.OPEN, _post("/ping", operator_routes.ready)),
     (Access.OPEN, _get("/openapi.json", openapi)),  # it holds no data of this fleet
     (Access.OPEN, _get("/", page_routes.root)),
     (Access.OPEN, _get("/ui", page_routes.page)),  # nor do these
@@ -381,16 +340,12 @@ ROUTES = (
     (Access.TENANT, _post("/v1/media", api_routes.push_media)),
     (Access.TENANT, _delete("/v1/media/{uuid}", api_routes.forget_media)),
     (Access.TENANT, _get("/v1/responses/{id}", api_routes.get_response)),
-    (Access.TENANT, _post("/v1/responses/{id}/cancel", api_routes.cancel_response)),
+    (Access.TENANT, _post("/v1/responses/{id}/cancel", api_routes.get_response)),
     (Access.TENANT, _get("/v1/models", api_routes.list_models)),
     (Access.TENANT, _get("/tokenizer_info", api_routes.get_tokenizer_info)),
     (Access.TENANT, _get("/version", operator_routes.version)),
     (Access.ADMIN, _get("/metrics", operator_routes.metrics)),
     (Access.ADMIN, _get("/ui/state", page_routes.page_state)),
-    (Access.ADMIN, _get("/policies", policy_routes.list_policies)),
-    (Access.ADMIN, _put("/policies", policy_routes.set_policies)),
-    (Access.ADMIN, _post("/policies", policy_routes.add_policy)),
-    (Access.ADMIN, _delete("/policies", policy_routes.remove_policy)),
     (Access.ADMIN, _post("/start_profile", operator_routes.start_profile)),
     (Access.ADMIN, _post("/stop_profile", operator_routes.stop_profile)),
 )

@@ -1,13 +1,11 @@
-"""`/instances`: the instances of the proxy, and their registration.
-
-The docstrings of the handlers are published (see `openapi.py`).
-"""
+"""`/instances`: the instances of the proxy, and their registration."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Literal, NotRequired, TypedDict
+from typing import Literal, NotRequired
 
 from aiohttp import web
+from typing_extensions import TypedDict
 
 from epd.config import ProxyConfig
 from epd.discovery.entries import TransferMismatch, registration
@@ -53,9 +51,7 @@ class InstanceRow(TypedDict):
     url: str
     role: Role
     dp_size: int
-    """Number of data-parallel ranks of the instance."""
     kv_addr: str
-    """Address of its KV connector."""
     state: HealthState | Literal["draining"]
     load: int
     """Running requests of the process that answers."""
@@ -80,22 +76,20 @@ class InstancesPage(TypedDict):
     decode: RoleUrls
     prefill_decode: RoleUrls
     instances: NotRequired[list[InstanceRow]]
-    """Details of each instance. Removed instances with running requests have the state `draining`.
-    """
+    """Removed instances with running requests have the state `draining`."""
 
 
 class Registered(TypedDict):
     """Result of a registration."""
 
     registered: bool
-    """Whether the instance is new."""
+    """False if it was registered already."""
 
 
 class Unregistered(TypedDict):
     """Result of the removal of a registration."""
 
     removed: bool
-    """Whether there was a registration."""
     still_named_by: NotRequired[list[OtherSource]]
     """Other sources that name the instance, so that it stays."""
 
@@ -110,9 +104,6 @@ async def list_instances(request: web.Request) -> JsonResponse[InstancesPage]:
 
     With the admin key (without a configured one, where the operator's other routes answer without
     it) the response has details of each instance.
-
-    Returns:
-        200: instances that get requests and ejected instances, by role.
     """
     table = request.app[TABLE]
     page = InstancesPage(
@@ -169,21 +160,10 @@ async def register_instance(request: web.Request) -> JsonResponse[Registered]:
     """Register an instance.
 
     Needs `--dynamic-registration`.
-
-    Returns:
-        200: whether the instance is new.
-
-    Raises:
-        BadRequest: the instance uses another encoder-cache transfer than the proxy.
-        RequestRefused: 403, its host, or that of one of its addresses, may not be registered.
-        RequestRefused: 404, the proxy runs without `--dynamic-registration`.
-        RequestRefused: 409, it conflicts with a registered instance.
-        RequestRefused: 422, the body does not describe an instance, or the KV transfer does not
-            support it.
-        Overloaded: the store of registrations cannot be used.
     """
     body, app = await read_json(request), request.app
-    config = _dynamic(app[CONFIG])
+    config = app[CONFIG]
+    _check_dynamic(config)
     try:
         entry = registration(body)
         entry.check_transfer(config.ec_transfer, pushed=EC_TRANSFERS[config.ec_transfer].pushed)
@@ -211,17 +191,9 @@ async def unregister_instance(request: web.Request) -> JsonResponse[Unregistered
     """Remove the registration of an instance.
 
     Needs `--dynamic-registration`. Running requests are not interrupted.
-
-    Returns:
-        200: whether there was a registration.
-
-    Raises:
-        RequestRefused: 404, the proxy runs without `--dynamic-registration`.
-        RequestRefused: 422, the URL is invalid.
-        Overloaded: the store of registrations cannot be used.
     """
     app = request.app
-    _dynamic(app[CONFIG])
+    _check_dynamic(app[CONFIG])
     try:
         url = base_url(request.query.get("url", ""))
     except ValueError as error:
@@ -236,13 +208,11 @@ async def unregister_instance(request: web.Request) -> JsonResponse[Unregistered
     return as_json(answer, request[VISIT].record)
 
 
-def _dynamic(config: ProxyConfig) -> ProxyConfig:
-    """Return the configuration if instances may register."""
+def _check_dynamic(config: ProxyConfig) -> None:
     if not config.dynamic_registration:
         raise RequestRefused(
             404, "the proxy runs without --dynamic-registration", slug="unknown_route"
         )
-    return config
 
 
 def _addresses_of(instance: Instance) -> list[str]:

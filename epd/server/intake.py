@@ -28,7 +28,7 @@ from epd.edge.access import (
     is_loopback,
 )
 from epd.edge.admission import Admission, AdmittedRequest, Ticket
-from epd.edge.drain import DRAIN
+from epd.edge.drain import DRAIN, Bounded
 from epd.encoder_cache.identity import conversation_key, with_salt
 from epd.errors import RequestRefused, Unauthorized
 from epd.request.recorder import Recorder
@@ -40,6 +40,9 @@ from epd.tenants import ANONYMOUS
 
 GRACE_S = 5.0
 """Seconds before the minimum rate of a body applies: clients may create it while they send it."""
+
+MIN_RATE_BYTES = 64 * 1024
+"""Minimum rate of a body, in bytes per second; a slower one gets 408."""
 
 SEED = secrets.randbits(64)
 """Seed of this process for the fingerprints of bodies."""
@@ -68,7 +71,7 @@ async def serve_request(request: web.Request, handler: Handler, visit: Visit) ->
     app, config = visit.app, visit.config
     costly = visit.api and request.method == "POST"
     until_s = visit.record.started_s + _limit_s(request, config) if costly else math.inf
-    with app[DRAIN].bound_request(until_s):
+    with Bounded(app[DRAIN], until_s):
         _authenticate(request, visit)
         admission = app[ADMISSION]
         with admission.request(visit.tenant) as admitted:
@@ -299,7 +302,7 @@ async def _collect(
             # client that sends nothing reserves nothing.
             size = len(parts) if length is None else min(length, 2 * len(parts))
             _count(size, limit, admitted)
-            rate_s = len(parts) / config.body_min_rate_bytes
+            rate_s = len(parts) / MIN_RATE_BYTES
             deadline.reschedule(min(latest, started + GRACE_S + rate_s))
     return parts
 

@@ -43,6 +43,7 @@ from epd.server.app_keys import (
 from epd.server.intake import serve_request
 from epd.server.key_judge import check_key
 from epd.server.responses import (
+    UnknownRoute,
     end_broken_response,
     error_response,
     own_headers,
@@ -149,7 +150,7 @@ def _new_visit(request: web.Request, app: web.Application, access: Access, route
     tracer = app.get(TRACER)
     span = None
     if tracer is not None and is_api(route):
-        span = tracer.request(request.method, route, _kept(headers, TRACE_HEADERS))
+        span = tracer(request.method, route, _kept(headers, TRACE_HEADERS))
     given = single_value(headers, "x-request-id")
     client_id = given if given and REQUEST_ID.fullmatch(given) else None
     engine_id = request_id(client_id)
@@ -273,7 +274,7 @@ async def _preflight(rules: CrossOrigin, request: web.Request) -> web.Response:
     """Answer a preflight (`OPTIONS`). A browser sends no key with it."""
     match rules.preflight(request.headers):
         case None:
-            raise web.HTTPMethodNotAllowed(request.method, await _methods(request))
+            return await answer_unknown(request)
         case Preflight((), headers):
             own = {**own_headers(request[VISIT].record), **headers}
             return web.Response(text="OK", headers=own)
@@ -285,7 +286,20 @@ async def _preflight(rules: CrossOrigin, request: web.Request) -> web.Response:
             return answer
 
 
-async def _methods(request: web.Request) -> set[str]:
-    """Return the methods of a path's other routes."""
-    found = [(await resource.resolve(request))[1] for resource in request.app.router.resources()]
-    return set().union(*found) - {"OPTIONS", "*"}
+async def answer_unknown(request: web.Request) -> web.Response:
+    """Answer a request for an unknown path, or with a method that its path does not have.
+
+    aiohttp's own handler would send `100 Continue` first.
+
+    Raises:
+        UnknownRoute: the path has no route.
+        HTTPMethodNotAllowed: the path has routes for other methods.
+    """
+    methods = set[str]()
+    for route in request.app.router.resources():
+        if route.name != UNKNOWN and (own := (await route.resolve(request))[1]):
+            methods |= own
+            request[VISIT].record.set_path(route.canonical)
+    if not methods:
+        raise UnknownRoute(request.rel_url.raw_path)
+    raise web.HTTPMethodNotAllowed(request.method, methods - {request.method})

@@ -1,11 +1,9 @@
-"""Routes of the operator: health, readiness, versions, metrics and profiling.
+"""Routes of the operator: health, readiness, version, metrics and profiling."""
 
-The docstrings of the handlers are published in `/openapi.json` (see `openapi.py`).
-"""
-
-from typing import Literal, TypedDict
+from typing import Literal
 
 from aiohttp import web
+from typing_extensions import TypedDict
 
 from epd.api.body import JSON, check_json_type, parse_json
 from epd.edge.drain import DRAIN
@@ -16,7 +14,6 @@ from epd.server.admin import ADMIN, HealthPage, ProfilePage
 from epd.server.app_keys import TABLE, VISIT
 from epd.server.intake import read
 from epd.server.key_judge import check_key
-from epd.server.policy_routes import POLICIES
 from epd.server.responses import JsonResponse, as_json, own_headers
 from epd.version import __version__
 
@@ -24,34 +21,21 @@ METRICS = web.AppKey("metrics", MetricsObserver)
 
 
 async def health(request: web.Request) -> JsonResponse[HealthPage]:
-    """Check the health of every instance.
-
-    Returns:
-        200: every stage with instances has at least one that answers.
-        503: a stage has no instance that answers.
-    """
+    """Check the health of every instance."""
     status, body = await request.app[ADMIN].health()
     return as_json(body, request[VISIT].record, status)
 
 
-class Versions(TypedDict):
-    """Versions of the proxy and of its instances."""
+class Version(TypedDict):
+    """Version of the proxy."""
 
     version: str
-    """Version of the proxy."""
-    instances: dict[str, str | None]
-    """Version of vLLM of each instance, by URL; null if it reports none."""
 
 
-async def version(request: web.Request) -> JsonResponse[Versions]:
-    """Return the proxy's version, and the vLLM version of each instance.
-
-    Returns:
-        200: the versions.
-    """
+async def version(request: web.Request) -> JsonResponse[Version]:
+    """Return the proxy's version."""
     await check_key(request)
-    instances = await request.app[ADMIN].versions()
-    return as_json(Versions(version=__version__, instances=instances), request[VISIT].record)
+    return as_json(Version(version=__version__), request[VISIT].record)
 
 
 class Readiness(TypedDict):
@@ -64,41 +48,18 @@ async def ready(request: web.Request) -> JsonResponse[Readiness]:
     """Report whether this proxy can serve requests: a decode instance has answered.
 
     The proxy sends no request to an instance for it, so frequent probes are cheap.
-
-    Returns:
-        200: the proxy serves requests.
-
-    Raises:
-        Overloaded: the proxy is about to stop.
-        NoInstance: no decode instance is available.
     """
     if request.app[DRAIN].began:
         raise Overloaded("the proxy is about to stop", slug="shutting_down")
-    table, policies = request.app[TABLE], request.app[POLICIES]
-    if not (table.serves_answered(*ANSWERING) or policies.decodes_elsewhere):
+    visit = request[VISIT]
+    decodes_elsewhere = visit.config.decode_from != "table"
+    if not (decodes_elsewhere or request.app[TABLE].serves_answered(*ANSWERING)):
         raise NoInstance("no decode instance can be reached", slug="no_decode")
-    return as_json(Readiness(status="ready"), request[VISIT].record)
-
-
-async def ping(request: web.Request) -> JsonResponse[Readiness]:
-    """Report the same as `/ready`, under SageMaker's name.
-
-    Returns:
-        200: the proxy serves requests.
-
-    Raises:
-        Overloaded: the proxy is about to stop.
-        NoInstance: no decode instance is available.
-    """
-    return await ready(request)
+    return as_json(Readiness(status="ready"), visit.record)
 
 
 async def metrics(request: web.Request) -> web.Response:
-    """Return the metrics of all workers for Prometheus.
-
-    Returns:
-        200: a text format of Prometheus.
-    """
+    """Return the metrics of all workers for Prometheus."""
     accept = request.headers.get("Accept", "")
     page, content_type = await request.app[METRICS].page_of_all(accept)
     headers = own_headers(request[VISIT].record) | {"Content-Type": content_type}
@@ -109,12 +70,6 @@ async def start_profile(request: web.Request) -> JsonResponse[ProfilePage]:
     """Start profiling on every instance.
 
     The body, if any, is forwarded to the instances.
-
-    Returns:
-        200: status or error of each instance, by stage and URL.
-
-    Raises:
-        RequestRefused: 503, no instance has a profiler.
     """
     return await _profile("start", request)
 
@@ -123,12 +78,6 @@ async def stop_profile(request: web.Request) -> JsonResponse[ProfilePage]:
     """Stop profiling on every instance.
 
     The body, if any, is forwarded to the instances.
-
-    Returns:
-        200: status or error of each instance, by stage and URL.
-
-    Raises:
-        RequestRefused: 503, no instance has a profiler.
     """
     return await _profile("stop", request)
 

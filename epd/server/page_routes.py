@@ -1,4 +1,4 @@
-"""The operator's page: its files, and its content. Docstrings are published (see `openapi.py`)."""
+"""The operator's page: its files, and its content."""
 
 from importlib.resources import files
 from types import MappingProxyType
@@ -7,8 +7,9 @@ from aiohttp import web
 
 from epd.errors import RequestRefused
 from epd.server.app_keys import VISIT
-from epd.server.responses import own_headers
+from epd.server.responses import JsonResponse, own_headers
 from epd.ui.dashboard import Board
+from epd.ui.state import UiState
 
 BOARD = web.AppKey("board", Board)
 
@@ -37,34 +38,19 @@ ASSETS = MappingProxyType(
 
 
 async def page(request: web.Request) -> web.Response:
-    """Return the operator's page, which holds no data of the fleet.
-
-    Returns:
-        200: the page.
-    """
+    """Return the operator's page, which holds no data of the fleet."""
     return _file("index.html", request)
 
 
 async def root(request: web.Request) -> web.Response:
-    """Redirect to the operator's page.
-
-    Returns:
-        302: to `/ui`.
-    """
+    """Redirect to the operator's page."""
     visit = request[VISIT]
     headers = {"Location": f"{visit.config.root_path or ''}/ui", **own_headers(visit.record)}
     return web.Response(status=302, headers=headers)
 
 
 async def page_file(request: web.Request) -> web.Response:
-    """Return a static file of the operator's page.
-
-    Returns:
-        200: a style sheet, a JavaScript module or an icon.
-
-    Raises:
-        RequestRefused: 404, the page has no such file.
-    """
+    """Return a static file of the operator's page."""
     return _file(request.match_info["file"], request)
 
 
@@ -79,15 +65,12 @@ def _file(name: str, request: web.Request) -> web.Response:
     )
 
 
-async def page_state(request: web.Request) -> web.Response:
+async def page_state(request: web.Request) -> JsonResponse[UiState]:
     """Return the content of the operator's page.
 
     It has the instances, latencies, saved work, and latest requests and errors of all workers.
-
-    Returns:
-        200: the state, at most 1.5 s old.
     """
-    return web.Response(
+    return JsonResponse(
         body=await request.app[BOARD].document(),
         content_type="application/json",
         headers={"Cache-Control": "no-store"} | own_headers(request[VISIT].record),

@@ -37,9 +37,9 @@ from epd.workers.orders import (
     CLEANUP_S,
     CUT_S,
     Orders,
-    Pipe,
     block_signals,
     first_of,
+    orders_by_pipe,
     orders_by_signal,
 )
 from epd.workers.process import collect_rarely, keep_freed_memory, raise_descriptor_limit
@@ -115,17 +115,17 @@ async def serve(config: ProxyConfig) -> None:
             log.info("stopping")
 
 
-async def serve_as_worker(slot: WorkerSlot, config: ProxyConfig, files: Files, orders: int) -> None:
+async def serve_as_worker(slot: WorkerSlot, config: ProxyConfig, files: Files, pipe: int) -> None:
     """Serve on the sockets of a slot until the first process orders the end, or has ended.
 
     SIGUSR1 stops the worker at once. The arguments are those of a `WorkerMain`.
     """
-    pipe = Pipe(orders)
-    async with run_server(config, pipe.orders, files, slot) as runner:
+    orders = orders_by_pipe(pipe)
+    async with run_server(config, orders, files, slot) as runner:
         for listener in slot.sockets:
             await Site(runner, files.tls, runner.app[BACKGROUND], sock=listener).start()
         structlog.get_logger("epd").info("serving", pid=os.getpid())
-        await pipe.orders.close.wait()
+        await orders.close.wait()
     # The last requests and releases have ended just now.
     cast("WorkerMetrics", runner.app[METRICS].shown).write()
 
@@ -165,7 +165,7 @@ async def run_server(
 
 async def _drain(app: web.Application, orders: Orders) -> None:
     await orders.drain.wait()
-    app[DRAIN].begin_drain()
+    app[DRAIN].began = True
 
 
 async def _reload(app: web.Application, orders: Orders, files: Files) -> None:

@@ -7,7 +7,6 @@ while a client reads the page, if the state has changed. Client requests do not 
 import asyncio
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import orjson
 import structlog
@@ -21,25 +20,14 @@ from epd.ui.state import Moment, metric_totals, state
 
 FRESH_S = 0.5
 """Lifetime of a document, in seconds: at most two are made per second, for all readers."""
+WRITE_S = 1.0
+"""Upper bound of the age of another worker's state, in seconds."""
+LOOKED_S = 5.0
+"""Time for which the other workers write after a client has read the page, in seconds."""
+POLL_S = 0.25
+"""Interval at which an idle worker checks for a reader, in seconds."""
 
 logger = structlog.get_logger("epd")
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Intervals of a board, in seconds.
-
-    Attributes:
-        write_s: upper bound of the age of another worker's state.
-        looked_s: time for which the other workers write after a client has read the page.
-        poll_s: interval at which an idle worker checks for a reader.
-        awake_s: wait of the first reader for the other workers' states; a worker may have died.
-    """
-
-    write_s: float = 1.0
-    looked_s: float = 5.0
-    poll_s: float = 0.25
-    awake_s: float = 1.0
 
 
 class Board:
@@ -54,18 +42,14 @@ class Board:
         pages: Sequence[SharedPage] = (),
         index: int = 0,
         *,
-        timing: Timing = Timing(),
+        write_s: float = WRITE_S,
+        looked_s: float = LOOKED_S,
+        poll_s: float = POLL_S,
     ) -> None:
         """Make the board of a process.
 
-        Args:
-            recent: latest events.
-            table: instances.
-            metrics: metrics, of all workers if there are several.
-            store: kind of the encoder store; None without one.
-            pages: page of each worker, if there are several.
-            index: index of this worker's page.
-            timing: intervals.
+        `store` is the kind of the encoder store. With several workers, `pages` has the page of
+        each, this worker's at `index`.
         """
         self._recent = recent
         self._table = table
@@ -73,7 +57,9 @@ class Board:
         self._store = store
         self._page = pages[index] if pages else None
         self._others = [page for page in pages if page is not self._page]
-        self._timing = timing
+        self._write_s = write_s
+        self._looked_s = looked_s
+        self._poll_s = poll_s
         self._written = b""
         self._made_s = -FRESH_S
         self._made = b""
@@ -81,15 +67,11 @@ class Board:
 
     async def keep_writing(self) -> None:
         """Write this worker's state periodically while a client reads the page."""
-        looked_at = False
         while True:
-            before = looked_at
-            looked_at = self._page is not None and self._page.wanted_within(self._timing.looked_s)
+            looked_at = self._page is not None and self._page.wanted_within(self._looked_s)
             if looked_at:
-                if not before:  # the first reader waits until the page is written
-                    self._written = b""
                 self.write()
-            await asyncio.sleep(self._timing.write_s if looked_at else self._timing.poll_s)
+            await asyncio.sleep(self._write_s if looked_at else self._poll_s)
 
     def write(self) -> None:
         """Write this worker's state to its page, if it has changed."""
@@ -117,22 +99,15 @@ class Board:
         return orjson.dumps(state(snapshots, totals, self._store, now))
 
     async def _request_writes(self) -> None:
-        """Ask the other workers to write, and wait for those that have not written yet."""
-        timing = self._timing
-        asleep = [
-            (page, page.write_count())
-            for page in self._others
-            if not page.wanted_within(timing.looked_s)
-        ]
+        """Ask the other workers to write, and give those time that do not write already."""
+        awake = all(page.wanted_within(self._looked_s) for page in self._others)
         try:
             for page in self._others:
                 page.mark_wanted()
         except OSError as error:
             logger.warning("other workers cannot be asked for their requests", reason=str(error))
-        until_s = time.monotonic() + timing.awake_s
-        while asleep and time.monotonic() < until_s:
-            await asyncio.sleep(timing.poll_s / 2)
-            asleep = [(page, number) for page, number in asleep if page.write_count() == number]
+        if not awake:
+            await asyncio.sleep(2 * self._poll_s)
 
     def _known(self) -> Snapshot:
         under_way = self._table.under_way
@@ -151,7 +126,7 @@ class Board:
             )
             for instance, load in loads.items()
         ]
-        return Snapshot(instances=instances, events=self._recent.events())
+        return self._recent.snapshot(instances)
 
     def _entries_of_others(self) -> Iterable[Snapshot]:
         for page in self._others:

@@ -8,7 +8,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 from itertools import islice
-from typing import Literal, TypedDict, get_args
+from typing import Literal, get_args
+
+from typing_extensions import TypedDict
 
 from epd.api.endpoints import is_api
 from epd.errors import Stage
@@ -111,15 +113,6 @@ class Notice(TypedDict):
     outcome: Outcome
 
 
-class Events(TypedDict):
-    """Recent events, oldest first."""
-
-    samples: dict[str, list[Sample]]
-    seconds: list[Second]
-    requests: list[RecentRequest]
-    notices: list[Notice]
-
-
 class InstanceState(TypedDict):
     """Instance as one process sees it. `requests` counts those under way.
 
@@ -141,10 +134,13 @@ class InstanceState(TypedDict):
 
 
 class Snapshot(TypedDict):
-    """State of one process."""
+    """State of one process, and its recent events, oldest first."""
 
     instances: list[InstanceState]
-    events: Events
+    samples: dict[str, list[Sample]]
+    seconds: list[Second]
+    requests: list[RecentRequest]
+    notices: list[Notice]
 
 
 def outcome_of(event: RequestRecord) -> Outcome:
@@ -220,9 +216,10 @@ class Recent:
             self._seconds.append(empty_second(at))
         return self._seconds[-1]
 
-    def events(self) -> Events:
-        """Return all kept events in a form that other processes can read."""
-        return Events(
+    def snapshot(self, instances: list[InstanceState]) -> Snapshot:
+        """Return these instances and all kept events, in a form that other processes can read."""
+        return Snapshot(
+            instances=instances,
             samples={
                 stage: [
                     (

@@ -10,9 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from heapq import nlargest
 from itertools import chain
 from operator import itemgetter
-from typing import NamedTuple, TypedDict, get_args
+from typing import NamedTuple, get_args
 
 from prometheus_client.metrics_core import Metric
+from typing_extensions import TypedDict
 
 from epd.events import ItemResult, MediaForm
 from epd.ui.recent import (
@@ -199,7 +200,7 @@ def _flow(stage: str, snapshots: Iterable[Snapshot], now_s: float) -> Flow:
     samples: dict[str, list[Sample]] = defaultdict(list)
     rates: dict[str, float] = defaultdict(float)
     for snapshot in snapshots:
-        ring = snapshot["events"]["samples"].get(stage, [])
+        ring = snapshot["samples"].get(stage, [])
         span_s = RATE_S
         if len(ring) == KEPT_SAMPLES:  # the ring may reach back less far
             span_s = min(RATE_S, max(0.1, now_s - ring[0][1]))
@@ -240,7 +241,7 @@ def _seconds(snapshots: Iterable[Snapshot], now: Moment) -> list[Second]:
         at: empty_second(int(now.unix_s - now.monotonic_s + at))
         for at in range(last - SPARK_S + 1, last + 1)
     }
-    for second in chain.from_iterable(snapshot["events"]["seconds"] for snapshot in snapshots):
+    for second in chain.from_iterable(snapshot["seconds"] for snapshot in snapshots):
         if (into := shown.get(second["at_s"])) is not None:
             into["requests"] += second["requests"]
             into["failed"] += second["failed"]
@@ -251,13 +252,13 @@ def _seconds(snapshots: Iterable[Snapshot], now: Moment) -> list[Second]:
 
 
 def _requests(snapshots: Iterable[Snapshot]) -> list[RecentRequest]:
-    found = chain.from_iterable(snapshot["events"]["requests"] for snapshot in snapshots)
+    found = chain.from_iterable(snapshot["requests"] for snapshot in snapshots)
     return nlargest(KEPT_REQUESTS, found, key=itemgetter("ended_s"))
 
 
 def _notices(snapshots: Iterable[Snapshot]) -> list[Notice]:
     at = itemgetter("at_s")
-    found = chain.from_iterable(snapshot["events"]["notices"] for snapshot in snapshots)
+    found = chain.from_iterable(snapshot["notices"] for snapshot in snapshots)
     newest = sorted(found, key=at, reverse=True)
     errors = [notice for notice in newest if notice["kind"] == "request"][:KEPT_ERRORS]
     changes = [notice for notice in newest if notice["kind"] == "instance"][:KEPT_CHANGES]

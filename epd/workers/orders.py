@@ -114,32 +114,23 @@ def _process_name(pid: int) -> str:
     return f"{name} (PID {pid})"
 
 
-class Pipe:
-    """Pipe from the first process to a worker.
+def orders_by_pipe(descriptor: int) -> Orders:
+    """Return orders that the first process writes to a pipe. To stop, it closes the pipe."""
+    orders, loop = Orders(), asyncio.get_running_loop()
 
-    Attributes:
-        orders: orders that have arrived; to stop, if the pipe has ended.
-    """
+    def read() -> None:
+        lines = os.read(descriptor, READ_BYTES).splitlines()
+        if not lines:
+            loop.remove_reader(descriptor)
+            orders.stop()
+        if DRAIN in lines:
+            orders.drain.set()
+        if RELOAD in lines:
+            orders.reload.set()
 
-    def __init__(self, descriptor: int) -> None:
-        self.orders = Orders()
-        self._descriptor = descriptor
-        self._rest = b""
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_signal_handler(signal.SIGUSR1, self.orders.stop_now)
-        self._loop.add_reader(descriptor, self._read)
-
-    def _read(self) -> None:
-        data = os.read(self._descriptor, READ_BYTES)
-        if not data:
-            self._loop.remove_reader(self._descriptor)
-            self.orders.stop()
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            if line == DRAIN:
-                self.orders.drain.set()
-            elif line == RELOAD:
-                self.orders.reload.set()
+    loop.add_signal_handler(signal.SIGUSR1, orders.stop_now)
+    loop.add_reader(descriptor, read)
+    return orders
 
 
 async def first_of(*waits: Coroutine[Any, Any, object]) -> None:

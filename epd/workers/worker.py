@@ -16,7 +16,6 @@ import socket
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -50,7 +49,6 @@ class SharedState:
         pages: pages with the metrics of each worker, in the order of their numbers, from 1.
         recents: pages with the recent events of each worker, in the same order.
         sources: pages with the registered instances, and with the last answers of other sources.
-        policies: page with the policies that were set.
         ledger: counts of tenants.
         heartbeats: number of heartbeats of each worker, in the same order.
     """
@@ -58,7 +56,6 @@ class SharedState:
     pages: Sequence[SharedPage]
     recents: Sequence[SharedPage]
     sources: SourcePages
-    policies: SharedPage
     ledger: TenantLedger
     heartbeats: memoryview
 
@@ -71,14 +68,14 @@ def shared_state(config: ProxyConfig) -> Iterator[SharedState]:
         OSError: memory or descriptors are exhausted.
     """
     with ExitStack() as stack:
-        pages, recents, sources, [policies] = (
+        pages, recents, sources = (
             [stack.enter_context(closing(SharedPage.new_page())) for _ in range(count)]
-            for count in (config.workers, config.workers, len(SourcePages._fields), 1)
+            for count in (config.workers, config.workers, len(SourcePages._fields))
         )
         memory = mmap.mmap(-1, TenantLedger.size_bytes(config.workers))  # forked processes share it
         ledger = TenantLedger(memoryview(memory), config.workers)
         heartbeats = memoryview(mmap.mmap(-1, 8 * config.workers)).cast("Q")
-        yield SharedState(pages, recents, SourcePages(*sources), policies, ledger, heartbeats)
+        yield SharedState(pages, recents, SourcePages(*sources), ledger, heartbeats)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +94,7 @@ class WorkerSlot:
     @property
     def descriptors(self) -> set[int]:
         shared = self.shared
-        pages = (*shared.pages, *shared.recents, *shared.sources, shared.policies)
+        pages = (*shared.pages, *shared.recents, *shared.sources)
         listeners = (listener.fileno() for listener in self.sockets)
         return {*listeners, *(page.descriptor for page in pages)}
 
@@ -178,16 +175,11 @@ class WorkerProcesses:
         Raises:
             OSError: processes, memory or descriptors are exhausted.
         """
-        config = self._config
         orders, writable = os.pipe()
-        main = partial(
-            _beating, slot, partial(self._worker_main, slot, config, self._files, orders)
-        )
-        kept = {*slot.descriptors, orders}
         try:
             pid = os.fork()
             if not pid:
-                _run_and_exit(partial(_run_worker, main, config, slot.number, kept))
+                self._run_and_exit(slot, orders)
         except OSError:
             os.close(writable)
             raise
@@ -196,6 +188,21 @@ class WorkerProcesses:
         process = WorkerProcess(pid, writable)
         self._running.append(process)
         return process
+
+    def _run_and_exit(self, slot: WorkerSlot, orders: int) -> NoReturn:
+        status, config = 1, self._config
+        try:
+            _leave_first_process({*slot.descriptors, orders})
+            with suppress(OSError):  # for `top` and `ps`; some sandboxes have no such file
+                Path("/proc/self/comm").write_text(f"epd worker {slot.number}")
+            logs.configure(config.log_format, config.log_level, worker=slot.number)
+            uvloop.run(_beating(slot, self._worker_main(slot, config, self._files, orders)))
+            status = 0
+        except BaseException:  # noqa: BLE001 - the frames above are those of the first process
+            structlog.get_logger("epd").exception("worker failed")
+        finally:
+            logs.flush()
+            os._exit(status)  # `sys.exit` would also run what the first process does at its exit
 
     def send_order(self, order: bytes) -> None:
         """Send an order to all workers that have not ended."""
@@ -206,34 +213,14 @@ class WorkerProcesses:
         self._running = [process for process in self._running if not process.reap_if_ended()]
 
 
-async def _beating(slot: WorkerSlot, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+async def _beating(slot: WorkerSlot, main: Coroutine[Any, Any, None]) -> None:
     beating = asyncio.create_task(slot.keep_beating())
-    await main()
+    await main
     beating.cancel()
 
 
-def _run_and_exit(run: Callable[[], None]) -> NoReturn:
-    status = 1
-    try:
-        run()
-        status = 0
-    except BaseException:  # noqa: BLE001 - the frames above are those of the first process
-        structlog.get_logger("epd").exception("worker failed")
-    finally:
-        logs.flush()
-        os._exit(status)  # `sys.exit` would also run what the first process does at its exit
-
-
-def _run_worker(
-    main: Callable[[], Coroutine[Any, Any, None]],
-    config: ProxyConfig,
-    number: int,
-    kept: set[int],
-) -> None:
-    """Run a worker in a new fork, until its coroutine has ended.
-
-    Of the open descriptors, those in `kept` and the standard ones stay open.
-    """
+def _leave_first_process(kept: set[int]) -> None:
+    """Give up what a new fork has of the first process, except descriptors that are kept."""
     # A terminal sends SIGINT to a whole group; only the first process acts on it.
     os.setpgid(0, 0)
     signal.set_wakeup_fd(-1)  # it belongs to the event loop of the first process
@@ -249,7 +236,3 @@ def _run_worker(
         if descriptor > MAX_STANDARD and descriptor not in kept:
             with suppress(OSError):  # `listdir` has closed its own descriptor
                 os.close(descriptor)
-    with suppress(OSError):  # for `top` and `ps`; some sandboxes have no such file
-        Path("/proc/self/comm").write_text(f"epd worker {number}")
-    logs.configure(config.log_format, config.log_level, worker=number)
-    uvloop.run(main())

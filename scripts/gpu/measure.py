@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,6 @@ def measure(name: str, args: argparse.Namespace) -> tuple[dict[str, Any], Answer
     started = time.perf_counter()
     with running(name, args) as fleet:
         ready_s = time.perf_counter() - started
-        release = HTTP.get(f"{fleet}/version", timeout=300).json()
         for n in range(4):
             ask(fleet, [picture(f"warm-up {n}", sizes[n % 2])], "Warm up:")
         answers = one_by_one(fleet, sizes)
@@ -126,7 +126,7 @@ def measure(name: str, args: argparse.Namespace) -> tuple[dict[str, Any], Answer
         kind: 1000 * statistics.median([answer.seconds for answer in some if answer.tokens] or [0])
         for kind, some in answers.items()
     }
-    return {"vllm": release, "ready_s": ready_s, "ttft_ms": ttft, "load": load}, answers
+    return {"vllm": version("vllm"), "ready_s": ready_s, "ttft_ms": ttft, "load": load}, answers
 
 
 def main() -> None:

@@ -45,13 +45,7 @@ class Answer:
 
 
 def differences(expected: Answer, got: Answer, tolerance: float) -> Iterator[str]:
-    """Yield the differences between two answers.
-
-    Args:
-        expected: answer of one engine.
-        got: answer through the proxy.
-        tolerance: largest accepted difference of log-probabilities.
-    """
+    """Yield the differences between two answers."""
     if got.status != expected.status:
         yield f"status {got.status}, not {expected.status}: {got.error or expected.error}"
         return
@@ -68,7 +62,6 @@ def differences(expected: Answer, got: Answer, tolerance: float) -> Iterator[str
 
 
 def read_events(content: bytes) -> Iterable[Any]:
-    """Yield the chunks of a streamed answer."""
     for line in content.splitlines():
         data = line.removeprefix(b"data: ")
         if data not in (line, b"[DONE]"):

@@ -75,7 +75,6 @@ def named(request: Request) -> Request:
 
 
 def message(reply: httpx.Response) -> str:
-    """Return the message of an error."""
     try:
         return str(reply.json()["error"]["message"])[:200]
     except (ValueError, KeyError, TypeError):

@@ -37,7 +37,6 @@ class Request:
 
     @property
     def media(self) -> list[Part]:
-        """Return the media items."""
         parts = [part for message in self.messages for part in contents(message)]
         return [part for part in parts if part["type"] != "text"]
 
@@ -58,18 +57,15 @@ class Case:
 
 
 def contents(message: Mapping[str, Any]) -> list[Part]:
-    """Return the parts of a message."""
     content = message["content"]
     return [text(content)] if isinstance(content, str) else list(content)
 
 
 def ask(*parts: Part, **more: Any) -> Request:
-    """Return a request with one message."""
     return Request([user(*parts)], **more)
 
 
 def user(*parts: Part) -> dict[str, Any]:
-    """Return a user message."""
     return {"role": "user", "content": list(parts)}
 
 
@@ -97,8 +93,6 @@ def cases(modalities: Sequence[str]) -> Iterator[Case]:
 
 
 def of_one(modality: str, numbers: Iterator[int]) -> Iterator[Case]:
-    """Yield the cases with items of one modality."""
-
     def new() -> Part:
         return KINDS[modality](next(numbers))
 

@@ -67,12 +67,10 @@ def sound(number: int, seconds: float = 1.0) -> Part:
 
 
 def text(words: str = "what?") -> Part:
-    """Return a part of text."""
     return {"type": "text", "text": words}
 
 
 def part(kind: str, media_type: str, content: bytes) -> Part:
-    """Return a part with a data URL."""
     return {
         "type": kind,
         kind: {"url": f"data:{media_type};base64,{base64.b64encode(content).decode()}"},
@@ -80,14 +78,12 @@ def part(kind: str, media_type: str, content: bytes) -> Part:
 
 
 def encoded(image: Image.Image, kind: str) -> bytes:
-    """Return the encoded file of a picture."""
     buffer = BytesIO()
     image.save(buffer, kind)
     return buffer.getvalue()
 
 
 def drawn(number: int, size: tuple[int, int]) -> Image.Image:
-    """Return a photograph with bars over it."""
     image = photograph(number % len(PHOTOGRAPHS)).resize(size)
     draw = ImageDraw.Draw(image)
     width, height = size
@@ -99,7 +95,6 @@ def drawn(number: int, size: tuple[int, int]) -> Image.Image:
 
 
 def wandering(number: int) -> list[Image.Image]:
-    """Return the frames of a video."""
     wide = drawn(number, (2 * SMALL[0], SMALL[1]))
     steps = [SMALL[0] * frame // FRAMES for frame in range(FRAMES)]
     return [wide.crop((step, 0, step + SMALL[0], SMALL[1])) for step in steps]
@@ -107,5 +102,4 @@ def wandering(number: int) -> list[Image.Image]:
 
 @cache
 def photograph(index: int) -> Image.Image:
-    """Return one of the photographs."""
     return Image.open(MEDIA / PHOTOGRAPHS[index]).convert("RGB")

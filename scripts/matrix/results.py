@@ -64,12 +64,10 @@ class Result:
     notes: list[str] = field(default_factory=list)
 
     def count(self, outcome: Outcome) -> int:
-        """Return the number of cases with this outcome."""
         return sum(case.outcome is outcome for case in self.cases)
 
 
 def of_json(known: Mapping[str, object]) -> Result:
-    """Return the result that JSON fields describe."""
     fields: dict[str, object] = dict(known)
     rows: Sequence[Mapping[str, str]] = fields.pop("cases")  # type: ignore[assignment]
     cases = [CaseResult(row["name"], Outcome(row["outcome"]), row["detail"]) for row in rows]

@@ -41,15 +41,7 @@ LOOK_UP_S = 2
 def run(
     subject: Subject, topology: str, models: Path, folder: Path, report: Callable[[str], None]
 ) -> Result:
-    """Start a model's stack, send all requests, and stop the stack.
-
-    Args:
-        subject: model to examine.
-        topology: topology of the engines.
-        models: folder of all models.
-        folder: folder for logs and encoder outputs.
-        report: called with each line of progress.
-    """
+    """Start a model's stack, send all requests, and stop the stack."""
     result = Result(
         subject.name,
         topology,

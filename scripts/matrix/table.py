@@ -19,7 +19,6 @@ def written(document: str, results: Sequence[Result]) -> str:
 
 
 def matrix(results: Sequence[Result]) -> str:
-    """Return a table with a row for each model."""
     head = ["model", "modalities", *NAMES.values(), "repeated: a hit", "prefill and decode get"]
     lines = [row(head), row(["---"] * len(head))]
     for subject in SUBJECTS:
@@ -29,7 +28,6 @@ def matrix(results: Sequence[Result]) -> str:
 
 
 def cells(subject: Subject, own: dict[str, Result]) -> Iterator[str]:
-    """Yield the cells of a model's row."""
     yield subject.family
     first = own.get(E_PD) or own.get(E_P_D)
     if first is None:
@@ -86,5 +84,4 @@ def measured(results: Sequence[Result]) -> Iterator[str]:
 
 
 def row(values: Sequence[str] | Iterator[str]) -> str:
-    """Return a table row in Markdown."""
     return f"| {' | '.join(value.replace('|', '/').replace(chr(10), ' ') for value in values)} |"

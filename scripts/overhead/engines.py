@@ -118,7 +118,6 @@ def encode(store: Store | None, to: EngineConnection, body: bytearray) -> None:
 
 
 def prefill(to: EngineConnection, _: bytearray) -> None:
-    """Answer with the `kv_transfer_params` of a finished prefill."""
     to.json({**ANSWER, "kv_transfer_params": KV})
 
 
@@ -147,7 +146,6 @@ async def serve(roles: list[tuple[str, int]], store: Store | None) -> None:
 
 
 def main() -> None:
-    """Run the fake engines that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("instances", nargs="+", metavar="ROLE:PORT")
     parser.add_argument("--ec-store", metavar="URL", help="store for encoder outputs")

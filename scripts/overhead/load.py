@@ -81,7 +81,6 @@ def head(first_line: str, body: bytes | None, content_type: str = "application/j
 
 
 def chunk(data: bytes) -> bytes:
-    """Return one chunk of a chunked body."""
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 

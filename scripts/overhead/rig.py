@@ -33,7 +33,6 @@ EPD = (
     "--ec-store {ec_store} --drain-delay-s 0"
 )
 NAME = re.compile(r"[\w.+-]+", re.ASCII)
-PLACES = ("port", "encode_urls", "prefill_urls", "decode_urls", "ec_store")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,23 +44,11 @@ class Contender:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read `name=command line`.
-
-        Raises:
-            ValueError: the text has another form, the name is not valid in a file name, or a
-                placeholder is unknown.
-        """
-        name, equals, command = text.partition("=")
+        """Read `name=command line`; raise `ValueError` for another form."""
+        name, _, command = text.partition("=")
         words = tuple(shlex.split(command))
-        if not NAME.fullmatch(name) or not equals or not words:
+        if not NAME.fullmatch(name) or not words:
             raise ValueError(f"{text!r} is not of the form name=command")
-        with_places = dict.fromkeys(PLACES, "")
-        for word in words:
-            try:
-                word.format(**with_places)
-            except (AttributeError, LookupError, ValueError):
-                known = ", ".join(f"{{{place}}}" for place in PLACES)
-                raise ValueError(f"{word!r} has a placeholder other than {known}") from None
         return cls(name, words)
 
     def argv(self, places: Mapping[str, str]) -> list[str]:
@@ -123,10 +110,9 @@ class Running:
 
 
 @contextmanager
-def _stopped_at_end(folder: Path) -> Iterator[tuple[list[Process], Guard]]:
-    """Stop the processes with the context; if this process dies, the guard deletes the folder."""
+def _stopped_at_end() -> Iterator[tuple[list[Process], Guard]]:
+    """Stop the processes with the context; if this process dies, the guard ends them."""
     guard = Guard()
-    guard.delete(folder)
     processes: list[Process] = []
     try:
         yield processes, guard
@@ -143,8 +129,7 @@ class Rig:
     ) -> None:
         """Prepare the rig without starting a process.
 
-        The folder of logs, an absolute path, is deleted if this process is killed. The load uses
-        the cores beside the `proxy_cores` of a proxy, if there are any.
+        The load uses the cores beside the `proxy_cores` of a proxy, if there are any.
         """
         cores = sorted(os.sched_getaffinity(0))
         self._theirs = set(cores[:proxy_cores])
@@ -168,7 +153,7 @@ class Rig:
         with ExitStack() as stack:
             stack.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))
             os.sched_setaffinity(0, self._ours)
-            processes, guard = stack.enter_context(_stopped_at_end(self._folder))
+            processes, guard = stack.enter_context(_stopped_at_end())
             with hold_signals():
                 processes.append(self._engines(ports))
                 guard.watch(processes[-1].pid)
@@ -224,7 +209,6 @@ class Rig:
             measured.process.check_alive()
 
     def measure_direct(self, scenario: Scenario, url: str, seconds: float) -> Sample:
-        """Measure the same load without a proxy."""
         return sample(self._put(url, scenario, seconds), 0.0, 0)
 
     def _put(self, url: str, scenario: Scenario, seconds: float) -> BenchLoad:

@@ -185,7 +185,6 @@ class Sample:
 
 
 def sample(load: BenchLoad, cpu_s: float, resident_bytes: int) -> Sample:
-    """Return the measurements of one turn."""
     first = sorted(answer.first_s for answer in load.done) or [0.0]
     events = sum(answer.events for answer in load.done)
     return Sample(
@@ -254,25 +253,6 @@ def table(results: Sequence[Result], reference: str) -> Iterator[str]:
         cpu = (f"{result.median(name).cpu_ms:.3f}" for name in names)
         ratio = (f"{result.ratio(reference, name):.2f}" for name in others)
         yield _row(result.scenario.title, *cpu, *ratio)
-
-
-def details(results: Sequence[Result]) -> Iterator[str]:
-    """Yield the lines of a Markdown table with all other measurements."""
-    yield (
-        "| scenario | proxy | requests/s | CPU us per chunk | first byte p50, ms | p99, ms "
-        "| added p50, ms | p99, ms | longest gap, ms | peak MB | done | failed |"
-    )
-    yield _row(*["---"] * 12)
-    for result in results:
-        for name in result.turns:
-            median, (p50_ms, p99_ms) = result.median(name), result.added_ms(name)
-            yield (
-                f"| {result.scenario.title} | {name} | {median.rps:.0f} "
-                f"| {median.cpu_chunk_us:.1f} | {median.first_p50_ms:.2f} "
-                f"| {median.first_p99_ms:.2f} | {p50_ms:.2f} | {p99_ms:.2f} "
-                f"| {median.gap_ms:.1f} | {median.resident_bytes / 1e6:.0f} "
-                f"| {median.done:.0f} | {median.failed:.0f} |"
-            )
 
 
 def _row(*cells: str) -> str:

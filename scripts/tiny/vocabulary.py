@@ -31,7 +31,6 @@ class Vocabulary:
     size: int = 320
 
     def id(self, token: str) -> int:
-        """Return the number of a special token."""
         return 256 + self._special().index(token)
 
     def tokenizer(self) -> PreTrainedTokenizerFast:

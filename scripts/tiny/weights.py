@@ -57,7 +57,6 @@ def redraw(model: PreTrainedModel, first_byte: int = 0, gains: Mapping[str, floa
 def renamed(
     weights: Mapping[str, torch.Tensor], prefixes: Mapping[str, str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weights under the names that vLLM expects."""
     for name, weight in weights.items():
         old = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
         yield prefixes.get(old, "") + name.removeprefix(old), weight.contiguous()

@@ -433,14 +433,6 @@ def test_anthropics_clients_go_by_the_type_of_an_error(error: ProxyError, kind: 
     assert orjson.loads(MESSAGES.error(error))["error"]["type"] == kind
 
 
-@pytest.mark.parametrize("kind", ["", "application/json", "multipart/form-data", "x; boundary=y"])
-def test_an_invalid_form_is_rejected(kind: str) -> None:
-    with pytest.raises(ProxyError) as refused:
-        ENDPOINTS["/v1/audio/transcriptions"].read(b"", kind, 0)
-
-    assert refused.value.status == 415
-
-
 SCORE, POOLING, COHERE = (ENDPOINTS[path] for path in ("/score", "/pooling", "/v2/embed"))
 IMAGE: dict[str, Any] = {"type": "image_url", "image_url": {"url": URL}}
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd.api.endpoints import ENDPOINTS
-from epd.api.forms import MAX_HEAD_BYTES, MAX_PARTS, FormPart, new_form, read_form
+from epd.api.forms import MAX_HEAD_BYTES, MAX_PARTS, FormPart, MultipartForm, read_form
 from epd.api.passthrough import MAX_FIELD_BYTES
 from epd.errors import BadRequest, ProxyError
 
@@ -268,7 +268,7 @@ texts = st.text(st.characters(codec="utf-8"), max_size=40)
 @given(data=st.binary(max_size=300), name=texts, prompt=texts)
 def test_a_written_form_can_be_read_back(data: bytes, name: str, prompt: str) -> None:
     parts = [FormPart("file", data, name), FormPart("prompt", prompt.encode())]
-    form = new_form(parts)
+    form = MultipartForm(tuple(parts))
     raw = b"".join(form.pieces())
 
     assert [

@@ -41,19 +41,6 @@ def test_a_stream_cut_anywhere_comes_out_whole_in_whole_events(
     assert aligner.ended
 
 
-@pytest.mark.fault(41)
-def test_each_cut_point_of_a_stream() -> None:
-    stream = EVENTS[0] + EVENTS[3] + DONE
-    ends = {0, len(EVENTS[0]), len(EVENTS[0] + EVENTS[3]), len(stream)}
-    for point in range(len(stream) + 1):
-        aligner = EventAligner()
-        first = aligner.feed(stream[:point])
-
-        assert len(first) in ends
-        assert first + aligner.feed(stream[point:]) == stream
-        assert aligner.ended
-
-
 PLAIN = [
     b'data: {"id":"1","choices":[]}\n\n',
     b'data: {"errors":[]}\n\n',

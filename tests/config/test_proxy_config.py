@@ -16,13 +16,6 @@ def config(**more: object) -> ProxyConfig:
 
 
 @pytest.mark.parametrize("spelling", ["", "disable", "none", "None", " "])
-def test_decode_instances_prefill_without_prefill_urls(spelling: str) -> None:
-    roles = {instance.role for instance in config(prefill_servers_urls=spelling).instances}
-
-    assert roles == {Role.ENCODE, Role.PREFILL_DECODE}
-
-
-@pytest.mark.parametrize("spelling", ["", "disable", "none", "None", " "])
 @pytest.mark.parametrize("prefill", ["", "http://p:1"])
 def test_config_without_encode_urls_has_no_encode_stage(spelling: str, prefill: str) -> None:
     made = config(encode_servers_urls=spelling, prefill_servers_urls=prefill)

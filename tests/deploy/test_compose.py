@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import redis
-import yaml
 
 from ec_store.__main__ import make_parser
 from ec_store.arena.url import arena_options
-from epd.config.flags import Settings
+from epd.config.flags import FIELDS
+from epd.config.load import load as load_config
 from tests.deploy.tools import DEPLOY, load, load_all
 from tests.support.fleet import Fleet, Launch
 from tests.support.redis_server import binary
@@ -26,20 +26,16 @@ SECRET = "0123456789abcdef" * 2
 VARIABLE = re.compile(r"\$\{(\w+)")
 
 
-def check_schema(path: Path) -> subprocess.CompletedProcess[str]:
-    command = ["check_jsonschema", "--builtin-schema", "vendor.compose-spec", str(path)]
-    return subprocess.run(
-        [sys.executable, "-m", *command], capture_output=True, text=True, check=False
+def test_the_compose_file_fits_the_specification() -> None:
+    command = ["check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
+    checked = subprocess.run(
+        [sys.executable, "-m", *command, str(DEPLOY / "compose.yaml")],
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
-
-def test_the_compose_file_fits_the_specification(tmp_path: Path) -> None:
-    wrong = tmp_path / "compose.yaml"
-    wrong.write_text(yaml.safe_dump({"services": {"proxy": {"imagine": "epd-proxy"}}}))
-    right = check_schema(DEPLOY / "compose.yaml")
-
-    assert right.returncode == 0, right.stdout
-    assert check_schema(wrong).returncode != 0
+    assert checked.returncode == 0, checked.stdout
 
 
 def test_all_mounted_and_built_files_exist() -> None:
@@ -74,11 +70,11 @@ def filled(value: object) -> str:
 
 
 def test_the_proxy_takes_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = {f"EPD_{name.upper()}" for name in Settings.model_fields}
+    known = {f"EPD_{name.upper()}" for name in FIELDS}
     for name, value in SERVICES["proxy"]["environment"].items():
         assert name in known | {"OPENAI_API_KEY", "EC_STORE_REDIS_PASSWORD"}
         monkeypatch.setenv(name, filled(value))
-    config = Settings()
+    config = load_config({}).config
 
     assert config.prefill_servers_urls == ()
     assert config.admin_api_key is not None
@@ -177,9 +173,7 @@ def test_prometheus_key_is_mounted_where_its_configuration_reads_it() -> None:
 
     assert path.parent == Path("/run/secrets")
     assert SERVICES["prometheus"]["secrets"] == [path.name]
-    assert proxy["static_configs"] == [
-        {"targets": [f"proxy:{Settings.model_fields['port'].default}"]}
-    ]
+    assert proxy["static_configs"] == [{"targets": [f"proxy:{FIELDS['port'].default}"]}]
 
 
 @pytest.mark.parametrize("service", SERVICES)

@@ -131,7 +131,7 @@ def test_an_invalid_host_is_rejected(pattern: str) -> None:
 
 
 def test_addresses_are_kept_while_lookups_fail_and_for_a_while_when_empty() -> None:
-    sightings = DnsState(empty_s=60)
+    sightings = DnsState()
     sightings.record_addresses({"a", "b"}, 0)
     sightings.record_failure()
     sightings.record_addresses((), 10)
@@ -142,7 +142,7 @@ def test_addresses_are_kept_while_lookups_fail_and_for_a_while_when_empty() -> N
 
 
 def test_a_failure_or_an_answer_restarts_that_time() -> None:
-    sightings = DnsState(empty_s=60)
+    sightings = DnsState()
     sightings.record_addresses({"a"}, 0)
     sightings.record_addresses((), 10)
     sightings.record_failure()

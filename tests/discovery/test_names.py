@@ -11,12 +11,12 @@ import dns.resolver
 import pytest
 
 from epd.discovery import watching
-from epd.discovery.dns import DnsNames, DnsState, LookUpFailed
+from epd.discovery.dns import DnsNames, LookUpFailed
 from epd.routing.instances import Role
 from tests.certificates import Authority
 from tests.discovery.name_server import NameServer
 from tests.requests import image, request, text
-from tests.support.fake_instance import FakeInstance, decodes, encodes
+from tests.support.fake_instance import FakeInstance, encodes
 from tests.support.fleet import Fleet, Launch, until
 
 
@@ -61,6 +61,11 @@ async def test_a_failing_name_server_differs_from_an_empty_answer(server: NameSe
         await DnsNames(server.address).resolve_addresses("e.svc")
 
 
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching, "LOOK_UP_S", 0.05)
+
+
 @asynccontextmanager
 async def discovering(
     launch: Launch, server: NameServer, port: int, **config: Any
@@ -68,7 +73,6 @@ async def discovering(
     settings: dict[str, Any] = {
         "discover_encode": f"e.svc:{port}",
         "discovery_dns_server": server.address,
-        "discovery_interval_s": 0.05,
     } | config
     async with launch(encode=0, **settings) as fleet:
         yield fleet
@@ -114,17 +118,6 @@ async def test_membership_follows_the_name_and_survives_its_failures(
             await sees(fleet, Role.ENCODE, both - {encode.url})
 
 
-async def test_a_name_that_has_had_no_address_for_long_is_believed(
-    launch: Launch, server: NameServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(watching, "DnsState", lambda: DnsState(empty_s=0.1))
-    server.addresses = {"e.svc": ["127.0.0.1"]}
-    async with discovering(launch, server, 9) as fleet:
-        await sees(fleet, Role.ENCODE, {"http://127.0.0.1:9"})
-        server.addresses = {}
-        await sees(fleet, Role.ENCODE, set())
-
-
 async def test_the_certificate_of_an_address_is_its_names(
     launch: Launch, server: NameServer, tmp_path: Path
 ) -> None:
@@ -158,15 +151,3 @@ async def test_the_certificate_of_an_address_is_its_names(
 
         assert len(right.calls) == 4
         assert wrong.calls == []
-
-
-async def test_decode_instances_by_name(launch: Launch, server: NameServer) -> None:
-    async with FakeInstance(decodes).running() as decode:
-        port = decode.url.rpartition(":")[2]
-        server.addresses = {"d.svc": ["127.0.0.1"]}
-        names: dict[str, Any] = {
-            "discover_prefill_decode": f"d.svc:{port}",
-            "discovery_dns_server": server.address,
-        }
-        async with launch(decode=0, **names) as fleet:
-            assert (await fleet.chat(request(text())))[0] == 200

@@ -15,12 +15,13 @@ from epd import aio as module
 from epd.aio import Background
 from epd.config import ProxyConfig
 from epd.discovery.membership import membership
-from epd.discovery.polling import Polling, poll_load, probe_periodically
+from epd.discovery.polling import poll_instances, poll_metrics, probe_periodically
 from epd.edge.listening import Handshakes
 from epd.edge.protocol import EdgeServer
 from epd.errors import UpstreamUnreachable
 from epd.routing.health import HealthState
 from epd.routing.instances import Instance, Role
+from epd.routing.namespaces import Namespaces
 from epd.routing.registry import Registry
 from epd.routing.table import InstanceTable
 from epd.upstream import Upstream
@@ -33,7 +34,6 @@ pytestmark = pytest.mark.fault(73)
 FAST: dict[str, Any] = {
     "encode_servers_urls": ("http://e:1",),
     "probe_interval_s": 0.05,
-    "probe_backoff_s": 0.05,
     "load_interval_s": 0.05,
     "decode_balance": "least_load",
 }
@@ -141,14 +141,14 @@ class Unexpected(Upstream):
 @pytest.mark.parametrize("bad", [UNPARSABLE, "http://raises"])
 async def test_an_error_in_one_poll_stops_no_other_probes(bad: str, counted: Counted) -> None:
     one, two = FakeInstance(decodes), FakeInstance(decodes)
-    async with one.running(), two.running(), Unexpected.connect(5) as upstream:
+    async with one.running(), two.running(), Unexpected.connect() as upstream:
         config = ProxyConfig(decode_servers_urls=(one.url, two.url), **FAST)
         [first, second, third] = (Instance(Role.DECODE, url) for url in (one.url, bad, two.url))
         table = InstanceTable([first, second, third], config.health)
         with capture_logs() as lines:
             async with (
                 probe_periodically(table, upstream, config, counted),
-                poll_load(table, upstream, config, counted),
+                poll_metrics(table, Namespaces(table), upstream, config, counted),
             ):
                 await until(lambda: table.state(second) is HealthState.DOWN)
                 one.healthy = False
@@ -179,7 +179,7 @@ async def test_each_cause_of_an_instance_is_logged_once_until_it_answers(counted
             raise kind(str(len(told)))  # the message differs each time
         return "well"
 
-    polling = Polling(
+    polling = poll_instances(
         "questions",
         lambda: instances,
         ask,
@@ -189,7 +189,7 @@ async def test_each_cause_of_an_instance_is_logged_once_until_it_answers(counted
         tick_s=0.001,
     )
     with capture_logs() as lines:
-        async with polling.run_polling():
+        async with polling:
             await until(lambda: len(told) >= 16)
 
     kinds = [type(line["exc_info"]).__name__ for line in lines]
@@ -224,9 +224,11 @@ async def test_instances_are_polled_again_after_a_callback_raised(
         if len(told) == 1:
             raise LookupError
 
-    polling = Polling("questions", give_out, ask, tell, counted, "raised", 0.001)
+    polling = poll_instances(
+        "questions", give_out, ask, tell, counted, unexpected="raised", tick_s=0.001
+    )
     with capture_logs():
-        async with polling.run_polling():
+        async with polling:
             await until(lambda: ("http://a", "well") in told)
 
     assert told[:2] == [("http://b", "well"), ("http://a", None)]
@@ -250,7 +252,7 @@ async def test_a_source_of_instances_that_raises_once_is_followed_again(
     registry = Registry(table, config.instances, on_change=changed)
     with capture_logs() as lines:
         async with (
-            Upstream.connect(5) as upstream,
+            Upstream.connect() as upstream,
             membership(config, registry, upstream, counted),
         ):
             await until(lambda: table.has(Role.ENCODE))
@@ -291,7 +293,7 @@ async def test_tls_connections_are_accepted_after_one_that_raised(counted: Count
 
 
 async def test_a_url_that_no_request_can_be_sent_to_is_an_instance_that_cannot_be_reached() -> None:
-    async with Upstream.connect(5) as upstream:
+    async with Upstream.connect() as upstream:
         assert not await upstream.probe(UNPARSABLE, timeout_s=5)
         with pytest.raises(UpstreamUnreachable, match="URL of the decode instance") as raised:
             await upstream.open(UNPARSABLE, stage="decode", headers={}, head_timeout_s=5)

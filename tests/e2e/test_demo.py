@@ -56,12 +56,3 @@ def test_a_signal_while_it_starts_leaves_no_process(mark: str, number: signal.Si
 
     assert demo.returncode == 1
     assert processes_of(mark) == {}
-
-
-def test_an_invalid_topology_is_reported_in_one_line() -> None:
-    ran = subprocess.run(
-        [*DEMO, "--topology", "2x"], capture_output=True, text=True, timeout=180, check=False
-    )
-
-    assert ran.returncode == 2
-    assert "'2x' is not a topology such as 1e1pd" in ran.stderr

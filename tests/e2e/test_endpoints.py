@@ -215,14 +215,6 @@ def test_tokens_of_a_conversation_with_a_picture_are_the_engines(stack: Served) 
     assert through == beside
 
 
-def test_the_version_is_ours_and_the_instances(stack: Served) -> None:
-    said = httpx.get(f"{stack.stack.url}/version", timeout=60).json()
-    engines = {engine.url for engine in stack.stack.all_engines}
-
-    assert said["instances"].keys() == engines
-    assert all(version.startswith("0.") for version in said["instances"].values())
-
-
 def test_vllms_own_benchmark_of_completions_runs_unchanged(
     stack: Served, models: Path, tmp_path: Path
 ) -> None:

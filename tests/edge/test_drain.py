@@ -5,12 +5,12 @@ import time
 
 import pytest
 
-from epd.edge.drain import Drain
+from epd.edge.drain import Bounded, Drain
 from epd.errors import Overloaded, UpstreamTimeout
 
 
 async def runs(drain: Drain, seconds: float = 60) -> str:
-    with drain.bound_request():
+    with Bounded(drain):
         await asyncio.sleep(seconds)
     return "ended"
 
@@ -62,11 +62,11 @@ async def test_a_request_aborted_by_the_drain_may_send_a_last_event() -> None:
 async def test_a_request_ends_when_its_own_time_has_passed() -> None:
     drain = Drain()
     now_s = time.monotonic()
-    with pytest.raises(UpstreamTimeout) as raised, drain.bound_request(now_s + 0.01):
+    with pytest.raises(UpstreamTimeout) as raised, Bounded(drain, now_s + 0.01):
         await asyncio.sleep(60)
 
     assert (raised.value.status, raised.value.slug) == (504, "request_timeout")
-    with drain.bound_request(now_s + 60):
+    with Bounded(drain, now_s + 60):
         await asyncio.sleep(0)
     assert not drain.running
 
@@ -75,7 +75,7 @@ async def test_the_end_of_the_application_comes_before_a_request_s_own() -> None
     drain = Drain()
 
     async def long() -> None:
-        with drain.bound_request(time.monotonic() + 60):
+        with Bounded(drain, time.monotonic() + 60):
             await asyncio.sleep(60)
 
     task = asyncio.create_task(long())
@@ -94,7 +94,7 @@ async def test_drain_does_not_change_other_endings() -> None:
     with pytest.raises(asyncio.CancelledError):
         await cancelled
 
-    with pytest.raises(TimeoutError), drain.bound_request():
+    with pytest.raises(TimeoutError), Bounded(drain):
         async with asyncio.timeout(0):
             await asyncio.sleep(60)
     async with asyncio.timeout(60):
@@ -120,7 +120,7 @@ async def test_requests_end_in_the_order_of_their_deadlines() -> None:
 
     async def takes(name: str, until_s: float) -> None:
         try:
-            with drain.bound_request(until_s):
+            with Bounded(drain, until_s):
                 await asyncio.sleep(60)
         except UpstreamTimeout:
             ended.append(name)
@@ -137,7 +137,7 @@ async def test_a_request_that_sends_its_last_event_is_not_cut_off_twice() -> Non
     cut = asyncio.Event()
 
     async def streams() -> str:
-        with drain.bound_request(time.monotonic() + 0.01):
+        with Bounded(drain, time.monotonic() + 0.01):
             try:
                 await asyncio.sleep(60)
             finally:

@@ -2,18 +2,13 @@
 
 import asyncio
 import gc
-from itertools import accumulate
 from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from epd.api.sse import EventAligner
 from epd.server import middlewares
-from tests.examples import scaled
 from tests.faults.scripted import (
     LAST_CHUNK,
     STREAM_HEAD,
@@ -286,40 +281,6 @@ async def test_wherever_the_network_cuts_a_stream_it_ends_in_an_error_and_never_
 
 
 @pytest.mark.fault(41)
-def test_the_relay_sends_whole_events_for_all_splits_of_a_stream() -> None:
-    for first in EVENTS:
-        for second in EVENTS:
-            check_cuts([first, second, DONE])
-
-
-def check_cuts(events: list[bytes]) -> None:
-    stream = b"".join(events)
-    ends = {0, *accumulate(map(len, events))}
-    # An event that ends in CRLF may be forwarded at its last CR: the blank line is complete then.
-    ends |= {end - 1 for end in ends if stream[:end].endswith(b"\r\n\r\n")}
-    for point in range(len(stream) + 1):
-        aligner = EventAligner()
-        begin = aligner.feed(stream[:point])
-
-        assert len(begin) in ends
-        assert begin + aligner.feed(stream[point:]) == stream
-        assert aligner.ended
-
-
-@pytest.mark.fault(41)
-@given(st.lists(st.sampled_from(EVENTS), max_size=4))
-@settings(max_examples=scaled(50))
-def test_a_stream_of_any_events_is_the_same_byte_for_byte_however_it_comes(
-    events: list[bytes],
-) -> None:
-    stream = b"".join([*events, DONE])
-    aligner = EventAligner()
-
-    assert b"".join(aligner.feed(bytes([byte])) for byte in stream) == stream
-    assert aligner.ended
-
-
-@pytest.mark.fault(41)
 async def test_a_stream_cut_at_any_byte_arrives_byte_for_byte(launch: Launch) -> None:
     stream = b"".join([*EVENTS, DONE])
     scripts = [
@@ -337,16 +298,3 @@ async def test_a_stream_cut_at_any_byte_arrives_byte_for_byte(launch: Launch) ->
                 async with fleet.post(request(text(), stream=True)) as reply:
                     assert await reply.read() == stream
         assert len(decode.exchanges) == len(scripts)
-
-
-@pytest.mark.fault(41)
-async def test_a_stream_that_comes_byte_by_byte_arrives_byte_for_byte(launch: Launch) -> None:
-    stream = b"".join([*EVENTS, DONE])
-    pieces = [chunked(bytes([byte])) for byte in stream]
-    script = [read_request(), send(STREAM_HEAD), *map(send, pieces), send(LAST_CHUNK), hold()]
-    async with (
-        Scripted(script).running() as decode,
-        launch(decode_servers_urls=(decode.url,)) as fleet,
-        fleet.post(request(text(), stream=True)) as reply,
-    ):
-        assert await reply.read() == stream

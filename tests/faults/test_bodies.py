@@ -49,7 +49,6 @@ def nested(depth: int) -> bytes:
         b"{",
         b'{"messages": [}',
         b'{"messages": [], "x": NaN}',
-        b'{"messages": [], "x": -Infinity}',
         b'{"messages": [], "x": 1e999}',
         b'{"messages": [], "x": %s}' % (b"9" * 5000),
         b'{"messages": [], "x": "\xff\xfe"}',
@@ -59,7 +58,6 @@ def nested(depth: int) -> bytes:
         b'\xef\xbb\xbf{"messages": []}',
         '{"messages": []}'.encode("utf-16"),
         b'{"messages": []} {"messages": []}',
-        b"{'messages': []}",
         nested(MAX_DEPTH + 1),
         nested(255),
         nested(1025),
@@ -106,14 +104,6 @@ async def test_a_body_as_deep_as_is_allowed_goes_through_every_stage(launch: Lau
         body = request(image(), mm_processor_kwargs={}, x=deep)
         assert (await fleet.chat(body))[0] == 200
         assert fleet.p.calls[0].body["x"] == fleet.d.calls[0].body["x"] == deep
-
-
-@pytest.mark.fault(50)
-async def test_brackets_and_commas_in_strings_are_not_counted(launch: Launch) -> None:
-    async with launch() as fleet:
-        words = '[{"' * MAX_CONTAINERS + ",\\" * MAX_VALUES
-        assert (await fleet.chat(request(text(words), image())))[0] == 200
-        assert fleet.d.calls[0].parts[0]["text"] == words
 
 
 @pytest.mark.fault(50)
@@ -200,17 +190,14 @@ def content(*parts: object) -> dict[str, Any]:
     ("body", "param"),
     [
         ([], None),
-        ("x", None),
         (None, None),
-        (7, None),
         ({}, "messages"),
-        ({"messages": None}, "messages"),
-        ({"messages": {}}, "messages"),
         ({"messages": "x"}, "messages"),
         ({"messages": [None]}, "messages[0]"),
         ({"messages": [{}, "x"]}, "messages[1]"),
         ({"messages": [], "model": ["m"]}, "model"),
         ({"messages": [{"role": "assistant", "reasoning": []}]}, "messages[0].reasoning"),
+        ({"messages": [{"reasoning_content": {"uuid": "x"}}]}, "messages[0].reasoning_content"),
         (content(None), "messages[0].content[0]"),
         (content(text(), 7), "messages[0].content[1]"),
         (content([image()]), "messages[0].content[0]"),
@@ -222,14 +209,8 @@ def content(*parts: object) -> dict[str, Any]:
             content({"type": "image_url", "image_url": "https://x/y"}),
             "messages[0].content[0].image_url",
         ),
-        (content({"type": "image_url", "image_url": {}}), "messages[0].content[0].image_url"),
-        (
-            content({"type": "image_url", "image_url": {"url": None}}),
-            "messages[0].content[0].image_url",
-        ),
         (content(image("")), "messages[0].content[0].image_url"),
         (content(image("picture")), "messages[0].content[0].image_url.url"),
-        (content(image("data:image/png,x")), "messages[0].content[0].image_url.url"),
         (content(image("data:" + "x" * 5000)), "messages[0].content[0].image_url.url"),
         (
             content({"type": "input_audio", "input_audio": "x"}),
@@ -408,15 +389,3 @@ async def test_a_clients_transfer_parameters_reach_no_instance(
         for instance in (*fleet.encode, *fleet.prefill, *fleet.decode):
             assert "evil" not in json.dumps(instance.calls[0].body)
             assert "stolen" not in json.dumps(instance.calls[0].body)
-
-
-@pytest.mark.fault(56)
-@pytest.mark.security("S5")
-@pytest.mark.parametrize("kind", ["image_embeds", "audio_embeds", "video_embeds", "image_pil"])
-async def test_a_part_that_names_an_entry_is_refused(launch: Launch, kind: str) -> None:
-    async with launch() as fleet:
-        body = content({"type": kind, kind: {}, "uuid": "a" * 64})
-        status, slug, error = await answer(fleet, json.dumps(body).encode())
-
-        assert (status, slug) == (400, "reserved_field")
-        assert error["param"] == "messages[0].content[0]"

@@ -6,22 +6,36 @@ import os
 import resource
 import socket
 import subprocess
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import aiohttp
 import pytest
 
 from epd.edge.request_head import client_connections
-from tests.faults.processes import INSTANCES, serving
 from tests.requests import request, text
 from tests.support.fake_instance import FakeInstance, decodes, encodes
 from tests.support.fleet import Launch
+from tests.support.programs import ADDRESS, EPD, INSTANCES
 from tests.support.raw import answer, connected, ended, post
 
 pytestmark = pytest.mark.full
 
 launch = Launch()
+
+
+@contextmanager
+def serving(*flags: str, descriptors: int) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """Run `epd serve` with a hard limit of descriptors, and a soft one of 40."""
+    limits = f'ulimit -Sn 40; ulimit -Hn {descriptors}; exec "$@"'
+    command = ["sh", "-c", limits, "sh", *EPD, "serve", *ADDRESS, "--log-format", "json", *flags]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            yield json.loads(process.stderr.readline())["url"], process
+        finally:
+            process.kill()
 
 
 def opened(url: str) -> socket.socket:

@@ -12,6 +12,7 @@ from tests.requests import image, request, text
 from tests.support.fake_instance import (
     FakeInstance,
     Handler,
+    after,
     drops,
     encodes,
     fails_first,
@@ -328,7 +329,7 @@ async def test_unreachable_encode_instances_end_in_a_local_encode_or_503(launch:
 
 @pytest.mark.fault(14)
 async def test_an_encode_instance_that_recovers_serves_again(launch: Launch) -> None:
-    fast: Any = {"probe_interval_s": 0.2, "probe_backoff_s": 0.2, "probe_backoff_max_s": 0.2}
+    fast: Any = {"probe_interval_s": 0.2}
     async with launch(encode=2, encode_balance="round_robin", eject_after=2, **fast) as fleet:
         await until(lambda: fleet.encode[0].probes)
         fleet.encode[0].healthy = False
@@ -352,18 +353,14 @@ async def test_an_instance_gets_one_request_at_a_time_after_an_outage_and_its_sh
     launch: Launch, *, starts: bool, at_once: int
 ) -> None:
     go_on = asyncio.Event()
-    fast: Any = {"probe_interval_s": 0.2, "probe_backoff_s": 0.2, "probe_backoff_max_s": 0.2}
-
-    async def waits(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        await go_on.wait()
-        return await encodes(http, body)
+    fast: Any = {"probe_interval_s": 0.2}
 
     launch.starting = int(starts)
     async with launch(encode=2, encode_balance="round_robin", **fast) as fleet:
         await until(lambda: fleet.e.probes)
         fleet.e.healthy = False
         await until(lambda: fleet.events.changes)
-        fleet.e.healthy, fleet.e.chat = True, waits
+        fleet.e.healthy, fleet.e.chat = True, after(go_on, encodes)
         await until(lambda: len(fleet.events.changes) == 2)
         sent = [fleet.chat(request(image(b"%d" % number))) for number in range(6)]
         tasks = [asyncio.create_task(one) for one in sent]

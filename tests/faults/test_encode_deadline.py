@@ -15,7 +15,7 @@ from epd.routing import retries
 from epd.upstream import Answer, Upstream
 from tests.faults.test_encode import busy, encoded
 from tests.requests import image, request
-from tests.support.fake_instance import Handler, drops, encodes, hangs, refuses
+from tests.support.fake_instance import Handler, after, drops, encodes, hangs, refuses
 from tests.support.fleet import Launch, until
 
 ITEMS = 64
@@ -116,10 +116,6 @@ async def test_items_behind_a_long_queue_are_left_to_the_consumer(
         await asyncio.sleep(0.5)
         return await encodes(http, body)
 
-    async def queued(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        await gate.wait()
-        return await encodes(http, body)
-
     def is_placed(asked: asyncio.Task[Any], sent: int) -> bool:
         return asked.done() or encoded(fleet.e) == sent
 
@@ -128,7 +124,7 @@ async def test_items_behind_a_long_queue_are_left_to_the_consumer(
         fleet.e.chat = slow
         for number in range(3):  # its speed becomes known
             await fleet.chat(request(image(b"warm %d" % number)))
-        fleet.e.chat = queued
+        fleet.e.chat = after(gate, encodes)
         waiting = list[asyncio.Task[tuple[int, dict[str, Any]]]]()
         for number in range(30):
             asked = asyncio.create_task(fleet.chat(request(image(b"queued %d" % number))))

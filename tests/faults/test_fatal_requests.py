@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ from tests.support.clients import ALICE, BOB, bearer
 from tests.support.fake_instance import (
     FakeInstance,
     Handler,
+    after,
     chunk,
     decodes,
     drops,
@@ -29,6 +29,7 @@ from tests.support.fake_instance import (
     hangs,
     prefills,
     refuses,
+    streams_then,
 )
 from tests.support.fleet import Fleet, Launch, until
 
@@ -86,26 +87,6 @@ async def test_a_fatal_text_reaches_two_instances(
         assert sent(fleet.instances) == 2
 
 
-async def test_the_second_try_of_an_item_is_another_encode_instance(launch: Launch) -> None:
-    async with launch(encode=2, encode_balance="round_robin") as fleet:
-        killed_by(drops, fleet.encode[0])
-        async with fleet.post(request(image())) as reply:
-            assert reply.status == 200
-            assert reply.headers["x-epd-items"] == "hit=0,encoded=1,local=0"
-
-        assert [len(instance.calls) for instance in fleet.encode] == [1, 1]
-
-
-async def test_an_item_goes_to_decode_after_the_only_encode_instance(launch: Launch) -> None:
-    async with launch() as fleet:
-        killed_by(drops, fleet.e)
-        async with fleet.post(request(image())) as reply:
-            assert reply.status == 200
-            assert reply.headers["x-epd-degraded"] == "encode-local"
-
-        assert len(fleet.e.calls) == 1
-
-
 async def test_a_fatal_request_is_rejected_at_once_when_it_comes_again(launch: Launch) -> None:
     async with launch(encode=4, decode=3) as fleet:
         killed_by(drops, *fleet.instances)
@@ -121,27 +102,6 @@ async def test_a_fatal_request_is_rejected_at_once_when_it_comes_again(launch: L
         assert sent(fleet.instances) == 2
 
 
-async def test_a_fatal_item_is_rejected_in_every_request(launch: Launch) -> None:
-    async with launch(encode=4, decode=3) as fleet:
-        killed_by(drops, *fleet.instances)
-        await outcome(fleet, request(text("what?"), image(b"poison")))
-        killed_by(encodes, *fleet.encode)
-        killed_by(decodes, *fleet.decode)
-
-        assert await outcome(fleet, request(text("who?"), image(b"poison"))) == KILLED
-        assert await outcome(fleet, request(text("what?"), image(b"other"))) == (200, None)
-
-
-async def test_a_fatal_text_is_rejected_and_no_other(launch: Launch) -> None:
-    async with launch(decode=3) as fleet:
-        killed_by(drops, *fleet.decode)
-        await outcome(fleet, request(text("poison")))
-        killed_by(decodes, *fleet.decode)
-
-        assert await outcome(fleet, request(text("poison"))) == KILLED
-        assert await outcome(fleet, request(text("other"))) == (200, None)
-
-
 async def test_a_request_without_a_second_encode_instance_is_rejected_for_its_item(
     launch: Launch,
 ) -> None:
@@ -153,6 +113,7 @@ async def test_a_request_without_a_second_encode_instance_is_rejected_for_its_it
         killed_by(decodes, *fleet.decode)
 
         assert await outcome(fleet, request(text("who?"), image(b"poison"))) == KILLED
+        assert await outcome(fleet, request(text("what?"), image(b"other"))) == (200, None)
 
 
 async def test_a_fatal_request_of_one_tenant_rejects_no_other_tenants(
@@ -184,22 +145,19 @@ async def test_a_client_that_leaves_after_a_death_has_one_more(launch: Launch) -
         assert sent(fleet.encode) == 3  # one that hung did not die
 
 
+DIED = f'data: {{"error": {{"message": "{ENGINE_DEAD}", "code": 500}}}}\n\n'.encode()
+"""Event of a dead engine, which then ends the stream."""
+
+
 @pytest.mark.parametrize(
-    "ending", [None, f'data: {{"error": {{"message": "{ENGINE_DEAD}", "code": 500}}}}\n\n']
+    "events",
+    [[chunk("a")], [chunk("a"), DIED], [DIED, b"data: [DONE]\n\n"]],
+    ids=["reset", "error", "error first"],
 )
 async def test_a_request_is_rejected_after_two_instances_died_in_its_streams(
-    launch: Launch, ending: str | None
+    launch: Launch, events: list[bytes]
 ) -> None:
-    async def dies(request: web.Request, _: dict[str, Any]) -> web.StreamResponse:
-        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await stream.prepare(request)
-        await stream.write(chunk("a"))
-        if ending is None:
-            assert request.transport is not None
-            request.transport.abort()
-        else:
-            await stream.write(ending.encode())
-        return stream
+    dies = streams_then(*events, then=None if DIED in events else drops)
 
     async with launch(decode=3, decode_balance="round_robin") as fleet:
         killed_by(dies, *fleet.decode)
@@ -248,7 +206,7 @@ async def test_one_death_of_an_instance_counts_once_for_all_that_ask_for_the_sam
 async def test_the_end_of_a_drained_instance_is_not_blamed_on_a_request(launch: Launch) -> None:
     async with launch(encode=3, decode=1, encode_balance="round_robin") as fleet:
         killed_by(drops, *fleet.encode)
-        fleet.runner.app[DRAIN].begin_drain()
+        fleet.runner.app[DRAIN].began = True
         async with fleet.post(request(image())) as reply:
             assert reply.status == 200
             assert reply.headers["x-epd-degraded"] == "encode-local"
@@ -301,12 +259,8 @@ async def test_an_item_of_which_instances_died_meanwhile_goes_to_no_other_stage(
     """Requests with different `Authorization` share no encode."""
     go_on = asyncio.Event()
 
-    async def waits(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        await go_on.wait()
-        return await refuses(503, "busy")(http, body)
-
     async with launch(encode=1, decode=2) as fleet:
-        fleet.e.chat = waits
+        fleet.e.chat = after(go_on, refuses(503, "busy"))
         first, second = ({"Authorization": f"Bearer {key}"} for key in "ab")
         slow = asyncio.create_task(outcome(fleet, request(text("1"), image()), first))
         await until(lambda: len(fleet.e.calls) == 1)
@@ -334,17 +288,6 @@ async def test_suspect_s_0_rejects_no_request_after_deaths(
         killed_by(decodes, *fleet.decode)
 
         assert await outcome(fleet, body) == (200, None)
-
-
-async def test_decode_does_the_work_of_the_only_prefill_that_died(launch: Launch) -> None:
-    """The server still answers after its engine died; a retry would count as another instance."""
-    async with launch(prefill=1) as fleet:
-        killed_by(refuses(500, ENGINE_DEAD), fleet.p)
-        async with fleet.post(request(text())) as reply:
-            assert reply.status == 200
-            assert reply.headers["x-epd-degraded"] == "prefill-local"
-
-        assert len(fleet.p.calls) == 1
 
 
 async def test_the_log_names_the_instance_and_nothing_of_the_request(launch: Launch) -> None:
@@ -433,25 +376,6 @@ async def test_one_death_fails_no_request_of_many_items(
             connection.abort()
 
         assert await waiting == (200, None)
-
-
-async def test_an_engine_error_in_a_stream_counts_as_a_death(launch: Launch) -> None:
-    """In vLLM, a dead engine sends an error event and ends the stream."""
-    error = f'data: {{"error": {{"message": "{ENGINE_DEAD}", "code": 500}}}}\n\n'
-
-    async def dies(request: web.Request, _: dict[str, Any]) -> web.StreamResponse:
-        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await stream.prepare(request)
-        await stream.write(error.encode() + b"data: [DONE]\n\n")
-        return stream
-
-    async with launch(decode=4, decode_balance="round_robin") as fleet:
-        killed_by(dies, *fleet.decode)
-        body = request(text(), stream=True)
-        ended = [await outcome(fleet, body) for _ in range(3)]
-
-        assert ended == [(200, None), (200, None), KILLED]
-        assert sent(fleet.decode) == 2
 
 
 async def test_instances_that_are_down_die_too(launch: Launch) -> None:
@@ -626,29 +550,10 @@ async def test_a_request_in_quarantine_is_not_prefilled_again_while_its_decode_i
         assert sent(fleet.prefill) == before + 1
 
 
-async def test_other_tenants_are_not_affected_by_a_request_that_varies(
-    launch: Launch, keys: Path
-) -> None:
-    async with launch(decode=8, decode_balance="round_robin", api_keys_file=keys) as fleet:
-        poisoned(*fleet.decode)
-        for number in range(8):
-            sent_by_alice = request(text(f"poison {number}"))
-            assert await outcome(fleet, sent_by_alice, bearer(ALICE)) == KILLED
-        for number in range(8):
-            sent_by_bob = request(text(f"apples {number}"))
-            assert await outcome(fleet, sent_by_bob, bearer(BOB)) == (200, None)
-
-        assert len(serving(fleet, "apples")) >= 5
-
-
 async def test_requests_in_quarantine_are_served_one_at_a_time_until_their_kind_is_proven(
     launch: Launch,
 ) -> None:
     go_on = asyncio.Event()
-
-    async def waits(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        await go_on.wait()
-        return await decodes(http, body)
 
     async with launch(decode=4, decode_balance="round_robin") as fleet:
         assert await quarantined_tenants(fleet) == 0
@@ -659,7 +564,7 @@ async def test_requests_in_quarantine_are_served_one_at_a_time_until_their_kind_
         assert sum("tenant in quarantine" in line["event"] for line in logs) == 1
         assert await quarantined_tenants(fleet) == 1
         before = sent(fleet.decode)
-        killed_by(waits, *fleet.decode)
+        killed_by(after(go_on, decodes), *fleet.decode)
         asked = [
             asyncio.create_task(outcome(fleet, request(text(f"{number} of another kind" * 20))))
             for number in range(10)

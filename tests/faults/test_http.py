@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from tests.faults.client_bytes import LONG_HEAD, NOT_HTTP, SECRET, START, chat, floods, send_all
+from tests.faults.client_bytes import LONG_HEAD, NOT_HTTP, SECRET, START, chat, send_all
 from tests.requests import image, request, text
-from tests.support.fake_instance import chunk, decodes, hangs
+from tests.support.fake_instance import after, decodes
 from tests.support.fleet import Fleet, Launch, until
 from tests.support.raw import answer, connected, ended, post
 
@@ -57,11 +57,7 @@ async def test_bad_requests_wait_for_those_before_them() -> None:
     async with launch() as fleet, connected(fleet.url) as (reader, writer):
         answers = asyncio.Event()
 
-        async def waits(got: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-            await answers.wait()
-            return await decodes(got, body)
-
-        fleet.d.chat = waits
+        fleet.d.chat = after(answers, decodes)
         writer.write(post(chat()))
         await until(lambda: fleet.d.calls)
         writer.write(NOT_HTTP["two lengths"])
@@ -116,10 +112,10 @@ async def test_large_heads_are_accepted(sent: bytes, pieces: int) -> None:
 
 
 TOO_LARGE = {
-    "cookie": (head({"A": "b", "Cookie": SECRET * 2000, "C": "d" * 1000}), "the header Cookie"),
-    "target": (head({}, f"/{SECRET}" * 2000), "the request line"),
-    "sum": (head({f"X-{number}": SECRET * 20 for number in range(200)}), "the header X-"),
-    "endless": (b"POST / HTTP/1.1\r\nCookie: " + SECRET.encode() * 2000, "the header Cookie"),
+    "cookie": (head({"A": "b", "Cookie": SECRET * 40_000, "C": "d" * 1000}), "the header Cookie"),
+    "target": (head({}, f"/{SECRET}" * 40_000), "the request line"),
+    "sum": (head({f"X-{number}": SECRET * 200 for number in range(200)}), "the header X-"),
+    "endless": (b"POST / HTTP/1.1\r\nCookie: " + SECRET.encode() * 40_000, "the header Cookie"),
     "count": (head({**MANY, "One-More": SECRET}), "more than 256 headers"),
 }
 
@@ -131,7 +127,7 @@ TOO_LARGE = {
 async def test_head_above_a_limit_gets_a_431_that_names_it(
     sent: bytes, named: str, pieces: int
 ) -> None:
-    async with launch(max_head_bytes=8192) as fleet, connected(fleet.url) as (reader, writer):
+    async with launch() as fleet, connected(fleet.url) as (reader, writer):
         size = len(sent) // pieces + 1
         for start in range(0, len(sent), size):
             writer.write(sent[start : start + size])
@@ -140,7 +136,7 @@ async def test_head_above_a_limit_gets_a_431_that_names_it(
 
         assert (said.status, said.error["slug"]) == (431, "head_too_large")
         assert named in said.error["message"]
-        assert "8192 bytes (--max-head-bytes)" in said.error["message"] or "256" in named
+        assert "262144 bytes" in said.error["message"] or "256" in named
         assert await ended(reader)
         assert SECRET not in f"{said} {fleet.events}"
         assert slugs(fleet) == [(431, "head_too_large")]
@@ -150,7 +146,7 @@ async def test_head_above_a_limit_gets_a_431_that_names_it(
 @pytest.mark.fault(49)
 async def test_large_body_is_no_part_of_the_head() -> None:
     body = json.dumps(request(text("a" * 1_000_000))).encode()
-    async with launch(max_head_bytes=8192) as fleet, connected(fleet.url) as (reader, writer):
+    async with launch() as fleet, connected(fleet.url) as (reader, writer):
         for _ in range(2):
             writer.write(post(body))
             assert (await answer(reader)).status == 200
@@ -398,7 +394,7 @@ async def test_a_request_behind_a_declined_upgrade_is_not_a_begun_head() -> None
 @pytest.mark.fault(47)
 async def test_a_body_that_comes_too_slowly_is_a_408(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("epd.server.intake.GRACE_S", 0.3)
-    async with launch(body_min_rate_bytes=10_000) as fleet:
+    async with launch() as fleet:
         async with connected(fleet.url) as (reader, writer):
             writer.write(post(1_000_000))
             sending = asyncio.create_task(_send(writer, b"x" * 100, pause_s=0.05))
@@ -413,11 +409,11 @@ async def test_a_body_that_comes_too_slowly_is_a_408(monkeypatch: pytest.MonkeyP
 @pytest.mark.fault(47)
 async def test_a_body_that_comes_fast_enough_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("epd.server.intake.GRACE_S", 0.3)
-    body = chat(padding="x" * 8000)
-    async with launch(body_min_rate_bytes=500) as fleet, connected(fleet.url) as (reader, writer):
+    body = chat(padding="x" * 800_000)
+    async with launch() as fleet, connected(fleet.url) as (reader, writer):
         writer.write(post(len(body)))
-        for start in range(0, len(body), 1000):  # 10,000 bytes a second, for 0.8 s
-            writer.write(body[start : start + 1000])
+        for start in range(0, len(body), 100_000):  # a megabyte a second, for 0.8 s
+            writer.write(body[start : start + 100_000])
             await asyncio.sleep(0.1)
 
         assert (await answer(reader)).status == 200
@@ -430,20 +426,6 @@ async def _send(writer: asyncio.StreamWriter, part: bytes, pause_s: float) -> No
 
 
 @pytest.mark.fault(46)
-async def test_a_client_that_does_not_read_holds_decode_back_and_is_cut_off() -> None:
-    sent = [0]
-    async with launch(write_timeout_s=1) as fleet, connected(fleet.url) as (_, writer):
-        fleet.d.chat = floods(chunk("x" * 10_000), sent)
-        writer.write(post(chat(stream=True)))
-        await until(lambda: fleet.d.aborted, 60)
-        await until(lambda: fleet.events.requests)
-
-        # The kernel's and the proxy's buffers, of hundreds of megabytes.
-        assert sent[0] < 30_000_000
-        assert slugs(fleet) == [(499, "client_stalled")]
-
-
-@pytest.mark.fault(46)
 @pytest.mark.parametrize("closed", [False, True], ids=["keep-alive", "close"])
 async def test_a_client_that_does_not_read_a_whole_answer_is_cut_off(
     monkeypatch: pytest.MonkeyPatch, closed: bool
@@ -452,7 +434,7 @@ async def test_a_client_that_does_not_read_a_whole_answer_is_cut_off(
         monkeypatch.setattr("epd.edge.protocol.WRITE_BUFFER_BYTES", 10**9)
 
     async def answers(_: web.Request, __: dict[str, Any]) -> web.Response:
-        return web.json_response({"choices": ["x" * 20_000_000]})
+        return web.json_response({"choices": ["x" * 40_000_000]})
 
     async with launch(write_timeout_s=0.5) as fleet:
         fleet.d.chat = answers
@@ -464,41 +446,11 @@ async def test_a_client_that_does_not_read_a_whole_answer_is_cut_off(
                 await answer(reader)
 
 
-# Client disconnects
-
-
-@pytest.mark.fault(42)
-async def test_a_client_that_leaves_in_its_body_costs_no_instance_anything() -> None:
-    async with launch() as fleet:
-        async with connected(fleet.url) as (_, writer):
-            writer.write(post(1000) + b'{"messages": [')
-            await asyncio.sleep(0.1)
-        await until(lambda: fleet.events.requests)
-
-        assert slugs(fleet) == [(499, "client_closed")]
-        assert (fleet.e.calls, fleet.d.calls) == ([], [])
-
-
-@pytest.mark.fault(45)
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_in_decode_closes_its_socket(stream: bool) -> None:
-    async with launch() as fleet:
-        fleet.d.chat = floods(chunk("a"), [0]) if stream else hangs
-        async with connected(fleet.url) as (reader, writer):
-            writer.write(post(chat(stream=stream)))
-            await until(lambda: fleet.d.calls)
-            if stream:
-                await reader.readuntil(b"data: ")
-        await until(lambda: fleet.d.aborted)
-        await until(lambda: fleet.events.requests)
-
-        assert slugs(fleet) == [(499, "client_closed")]
-
-
 # Too large bodies
 
 
 @pytest.mark.fault(49)
+@pytest.mark.security("S10")
 async def test_a_body_with_a_too_large_length_is_not_read() -> None:
     async with launch(max_body_bytes=10_000) as fleet, connected(fleet.url) as (reader, writer):
         writer.write(post(10_001))  # only the head
@@ -532,7 +484,7 @@ async def test_a_chunked_body_is_read_up_to_the_limit() -> None:
 @pytest.mark.fault(49)
 async def test_a_client_that_sends_it_all_before_it_reads_gets_the_answer() -> None:
     async with launch(max_body_bytes=10_000) as fleet:
-        said = await asyncio.to_thread(send_all, fleet.url, post(b"x" * 20_000_000))
+        said = await asyncio.to_thread(send_all, fleet.url, post(b"x" * 40_000_000))
 
         assert said.startswith(b"HTTP/1.1 413 ")
 

@@ -15,11 +15,11 @@ import psutil
 import pytest
 
 from tests.faults.client_bytes import LONG_HEAD, NOT_HTTP, START, chat, floods, send_all
-from tests.faults.processes import INSTANCES, serving
 from tests.faults.scripted import Exchange, Scripted, Step, hold, read_head, send
 from tests.requests import request, text
 from tests.support.fake_instance import FakeInstance, chunk, decodes, encodes
 from tests.support.fleet import until
+from tests.support.programs import INSTANCES, serving
 from tests.support.raw import answer, connected, ended, post
 
 

@@ -10,6 +10,7 @@ from aiohttp import web
 
 from epd.request.stages import HELD_BYTES
 from epd.server.app_keys import ADMISSION
+from epd.server.responses import JOINED_BYTES
 from tests.faults.scripted import Scripted, answer, chunked, hold, read_request, reset, send, wait
 from tests.requests import request, text
 from tests.support.fake_instance import Handler
@@ -27,7 +28,9 @@ def says(content: bytes) -> Handler:
     return chat
 
 
-@pytest.mark.parametrize("size", [HELD_BYTES, HELD_BYTES + 1, len(CONTENT)])
+@pytest.mark.parametrize(
+    "size", [JOINED_BYTES, JOINED_BYTES + 1, HELD_BYTES, HELD_BYTES + 1, len(CONTENT)]
+)
 async def test_a_large_answer_arrives_unchanged_with_its_length(launch: Launch, size: int) -> None:
     async with launch() as fleet:
         fleet.d.chat = says(CONTENT[:size])

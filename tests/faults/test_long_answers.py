@@ -9,8 +9,8 @@ from aiohttp import web
 import epd
 from epd.errors import Outcome, UpstreamTimeout
 from tests.requests import request, text
-from tests.support.fake_instance import Handler, chunk, decodes, hangs, prefills
-from tests.support.fleet import Launch, until
+from tests.support.fake_instance import Handler, chunk, decodes, hangs, prefills, streams_then
+from tests.support.fleet import Launch
 
 pytestmark = pytest.mark.fault(71)
 
@@ -31,29 +31,11 @@ async def test_an_answer_without_a_stream_outlasts_the_first_byte_timeout(launch
             assert (reply.status, reply.headers["x-epd-error"]) == (504, "decode_timeout")
 
 
-async def test_an_answer_without_a_stream_ends_with_the_requests_deadline(launch: Launch) -> None:
-    async with launch(decode=2, eject_after=1) as fleet:
-        for instance in fleet.decode:
-            instance.chat = hangs
-        async with fleet.post(request(text()), {"x-request-timeout": "0.5"}) as reply:
-            assert (reply.status, reply.headers["x-epd-error"]) == (504, "request_timeout")
-
-        await until(lambda: sum(one.aborted for one in fleet.decode) == 1)
-        assert fleet.events.changes == []
-
-
 async def test_late_decodes_are_not_ejected(launch: Launch) -> None:
     """Neither missing heads nor silent streams eject a decode instance."""
-
-    async def falls_silent(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await stream.prepare(request)
-        await stream.write(chunk("a"))
-        return await hangs(request, body)
-
     limits: tuple[tuple[Handler, str, Any], ...] = (
         (hangs, "decode_timeout", {"first_byte_timeout_s": 0.2}),
-        (falls_silent, "decode_stalled", {"idle_timeout_s": 0.2}),
+        (streams_then(chunk("a"), then=hangs), "decode_stalled", {"idle_timeout_s": 0.2}),
     )
     for fault, slug, limit in limits:
         async with launch(decode=2, eject_after=1, **limit) as fleet:

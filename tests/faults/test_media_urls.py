@@ -17,15 +17,9 @@ DEAD = "https://dead.example.com/x.png"
 
 SAID = [
     "Cannot connect to host dead.example.com:443 ssl:default [Name or service not known]",
-    "Cannot connect to host dead.example.com:443 ssl:default [Connect call failed]",
-    "Connection timeout to host https://dead.example.com/x.png",
     "",  # a timeout in vLLM 0.32
-    "Server disconnected",
-    "503, message='Service Unavailable', url='https://dead.example.com/x.png'",
-    "400, message=\"Bad status line 'rubbish'\", url='https://dead.example.com/x.png'",
 ]
-"""Messages of vLLM 0.32's status 500 if a host has no address, refuses, is late, ends the
-connection, fails, or does not speak HTTP."""
+"""Messages of vLLM 0.32's status 500 if a host has no address, or is late."""
 
 ENGINES = ["Internal server error", "EngineCore encountered an issue. See stack trace (above)"]
 
@@ -109,21 +103,6 @@ async def test_a_hanging_media_host_ends_in_the_encode_timeout_without_blame(
         assert sum(len(one.calls) for one in fleet.encode) == 1
         assert fleet.d.calls == []
         assert fleet.events.changes == []
-
-
-async def test_an_encode_instance_that_hangs_on_media_it_has_is_still_ejected(
-    launch: Launch,
-) -> None:
-    # By affinity, the ports decide which items the instance gets, and it may get none.
-    config: Any = {"encode_balance": "round_robin", "encode_timeout_s": 0.3, "eject_after": 1}
-    async with launch(encode=2, **config) as fleet:
-        fleet.encode[0].chat = hangs
-        for number in range(6):
-            assert (await fleet.chat(request(image(b"%d" % number))))[0] == 200
-
-        assert [(one.instance, one.state) for one in fleet.events.changes] == [
-            (fleet.encode[0].url, "ejected")
-        ]
 
 
 @pytest.mark.parametrize("said", ENGINES)

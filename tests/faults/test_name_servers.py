@@ -79,7 +79,7 @@ async def test_a_dns_outage_fails_no_request_and_takes_no_instance_down(
 ) -> None:
     async with launch() as up:
         urls = (named(up.d.url),)
-        config: dict[str, Any] = {"probe_interval_s": 0.05, "connect_timeout_s": 0.5}
+        config: dict[str, Any] = {"probe_interval_s": 0.05}
         async with launch(encode=0, decode_servers_urls=urls, **config) as fleet:
             await fleet.ready()
             if fault == "hangs":
@@ -168,7 +168,7 @@ async def test_media_on_silent_name_servers_disturb_no_other_request(
     hosts = [f"m{number}.silent.test" for number in range(16)]
     async with silent.running(), launch() as up:
 
-        def resolver_of(_: Any) -> dns.asyncresolver.Resolver:
+        def resolver_of(*_: Any) -> dns.asyncresolver.Resolver:
             resolver = dns.asyncresolver.Resolver(configure=False)
             resolver.nameservers, resolver.lifetime = ["127.0.0.1"], names.LOOKUP_S
             resolver.port = int(silent.address.rpartition(":")[2])
@@ -185,7 +185,6 @@ async def test_media_on_silent_name_servers_disturb_no_other_request(
             "decode_servers_urls": (named(up.d.url),),
             "encode_servers_urls": (named(up.e.url),),
             "probe_interval_s": 0.05,
-            "connect_timeout_s": 0.3,
         }
         async with launch(**config) as fleet:
             await fleet.ready()

@@ -151,20 +151,6 @@ async def test_a_request_that_queues_too_long_is_503_and_its_body_is_not_read(
 
 
 @pytest.mark.fault(60)
-async def test_queued_requests_are_served_in_order(launch: Launch) -> None:
-    async with busy(launch, max_requests=1) as (fleet, gate):
-        tasks = []
-        for number in range(5):
-            tasks.append(ask(fleet, str(number)))
-            await shows(fleet, epd_requests_in_flight=1, epd_requests_queued=number)
-        gate.open.set()
-        answers = await asyncio.gather(*tasks)
-
-        assert [status for status, _ in answers] == [200] * 5
-        assert served(fleet) == ["0", "1", "2", "3", "4"]
-
-
-@pytest.mark.fault(60)
 async def test_a_client_that_leaves_the_queue_gives_its_place_back(launch: Launch) -> None:
     async with busy(launch, max_requests=1, max_queue=1) as (fleet, gate):
         first = ask(fleet, "first")
@@ -203,20 +189,6 @@ async def test_a_client_that_disconnects_within_an_unread_body_leaves_the_queue(
 
         assert (await first)[0] == 200
         assert [event.status for event in fleet.events.requests].count(499) == 1
-
-
-@pytest.mark.fault(60)
-async def test_a_client_that_leaves_while_served_lets_the_next_one_in(launch: Launch) -> None:
-    async with busy(launch, max_requests=1) as (fleet, gate):
-        leaves = ask(fleet, "leaves")
-        await until(lambda: fleet.d.calls)
-        stays = ask(fleet, "stays")
-        await shows(fleet, epd_requests_queued=1)
-        leaves.cancel()
-        await until(lambda: len(fleet.d.calls) == 2)
-        gate.open.set()
-
-        assert (await stays)[0] == 200
 
 
 @pytest.mark.fault(60)

@@ -16,7 +16,7 @@ from epd.request import stages
 from epd.request.request import Request
 from epd.server.app_keys import ADMISSION
 from tests.requests import image, png, request, text
-from tests.support.fake_instance import Handler, chunk, decodes, drops, hangs, refuses
+from tests.support.fake_instance import Handler, after, chunk, decodes, drops, hangs, refuses
 from tests.support.fleet import Fleet, Launch, until
 from tests.support.raw import connected, post
 
@@ -99,7 +99,7 @@ def uncollected() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("config", "role", "fault", "status"),
     [
-        ({"min_image_side": 10}, "e", None, 400),
+        ({"max_image_pixels": 1}, "e", None, 400),
         ({"on_encode_failure": "fail"}, "e", refuses(500), 502),
         ({"on_encode_failure": "fail"}, "e", drops, 502),
         ({"on_encode_failure": "fail", "encode_servers_urls": UNREACHABLE}, "e", None, 503),
@@ -198,12 +198,8 @@ async def waiting(fleet: Fleet, count: int, then: Handler = decodes) -> AsyncIte
     """
     answers, statuses = asyncio.Event(), list[bytes]()
 
-    async def waits(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        await answers.wait()
-        return await then(request, body)
-
     for instance in fleet.decode:
-        instance.chat = waits
+        instance.chat = after(answers, then)
     async with AsyncExitStack() as stack:
         readers = []
         for number in range(count):

@@ -15,11 +15,13 @@ from tests.support.fake_instance import (
     Handler,
     chunk,
     decodes,
+    drops,
     encodes,
     encodes_without_params,
     hangs,
     prefills,
     refuses,
+    streams_then,
 )
 from tests.support.fleet import Fleet, until
 from tests.support.invariants import WatchedLaunch, lost
@@ -30,27 +32,12 @@ LIFE_S = 3.0
 """Seconds for a whole request, the only limit of an answer without a stream."""
 
 
-async def resets(request: web.Request, _: dict[str, Any]) -> web.Response:
-    assert request.transport is not None
-    request.transport.abort()
-    return web.Response()
-
-
 async def talks_nonsense(_: web.Request, __: dict[str, Any]) -> web.Response:
     return web.Response(text='{"half', content_type="application/json")
 
 
 def begins_and(then: Handler) -> Handler:
-    """Return a handler that begins a stream and then does something else."""
-
-    async def chat(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        await response.write(chunk("a") + b'data: {"ha')
-        await then(request, body)
-        return response
-
-    return chat
+    return streams_then(chunk("a"), b'data: {"ha', then=then)
 
 
 ANYWHERE: dict[str, Handler] = {
@@ -59,7 +46,7 @@ ANYWHERE: dict[str, Handler] = {
     "429": refuses(429),
     "400": refuses(400),
     "hangs": hangs,
-    "resets": resets,
+    "resets": drops,
     "nonsense": talks_nonsense,
 }
 BEHAVIOURS: dict[str, dict[str, Handler]] = {
@@ -67,7 +54,7 @@ BEHAVIOURS: dict[str, dict[str, Handler]] = {
     "prefill": {"ok": prefills, **ANYWHERE},
     "decode": {
         "ok": decodes,
-        "dies": begins_and(resets),
+        "dies": begins_and(drops),
         "stalls": begins_and(hangs),
         "stops": begins_and(talks_nonsense),
         **ANYWHERE,

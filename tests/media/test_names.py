@@ -27,8 +27,8 @@ def resolv_conf(server: NameServer, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     path = tmp_path / "resolv.conf"
     path.write_text(f"nameserver {address}\nsearch corp.test\n")
 
-    def resolver_of(path: Path) -> dns.asyncresolver.Resolver:
-        resolver = made(path)
+    def resolver_of(path: Path, version: object) -> dns.asyncresolver.Resolver:
+        resolver = made(path, version)
         resolver.port = int(port)
         return resolver
 

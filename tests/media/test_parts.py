@@ -56,6 +56,22 @@ def test_http_is_remote_and_unchanged(url: str) -> None:
 
 
 @pytest.mark.security("S9")
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("ftp://host/a.png", "/etc/passwd", "http:///a.png", "http://[::1/a.png"),
+        *("http://user:pass@host/a.png", "http://good.com\\.evil.com/a.png", "http://a/\tb"),
+        *("data:image/png,abc", "data:image/png;base64;x,abc", "data:image/png;base64"),
+    ],
+)
+def test_a_url_that_an_engine_could_read_differently_is_refused(url: str) -> None:
+    with pytest.raises(BadRequest) as refused:
+        source(item(url))
+
+    assert refused.value.param == "messages[0].content[0].image_url.url"
+
+
+@pytest.mark.security("S9")
 def test_a_file_must_be_under_the_allowed_folder(tmp_path: Path) -> None:
     allowed = tmp_path / "media"
     allowed.mkdir()

@@ -1,9 +1,5 @@
-"""Log lines: in order, one write for many requests, and important ones without delay.
+"""Log lines: in order, whole, and one write for many of them."""
 
-Tests of the time of a write block the event loop, so that only the thread can write.
-"""
-
-import asyncio
 import io
 import subprocess
 import sys
@@ -17,8 +13,6 @@ import pytest
 import structlog
 
 from epd.observe.log_lines import (
-    BATCH_LINES,
-    BATCH_S,
     EXIT_S,
     MAX_LINES,
     WHOLE_BYTES,
@@ -83,44 +77,28 @@ def stream() -> Written:
     return Written()
 
 
-async def test_lines_of_requests_are_one_write(stream: Written) -> None:
-    lines = LineWriter(stream)
+def test_lines_are_one_write(stream: Written) -> None:
+    lines = LineWriter(stream, batch_s=60)
     for number in range(100):
-        lines.write_soon(partial(str, number))
-    assert stream.parts == []
-    await asyncio.sleep(3 * BATCH_S)
+        lines.write(partial(str, number))
+    lines.flush()
 
     assert len(stream.parts) == 1
     assert stream.getvalue().split() == [b"%d" % number for number in range(100)]
-    lines.write_soon(lambda: "later")
-    await asyncio.sleep(3 * BATCH_S)
-    assert stream.getvalue().endswith(b"99\nlater\n")
 
 
-async def test_any_other_line_is_written_at_once_behind_those_that_wait(stream: Written) -> None:
-    lines = LineWriter(stream)
-    lines.write_soon(lambda: "request")
-    LineLogger(lines).warning("warning")
-
-    assert wait_for_bytes(stream) == b"request\nwarning\n"
-    assert len(stream.parts) == 1
+def test_a_line_is_written_without_a_flush(stream: Written) -> None:
+    LineLogger(LineWriter(stream)).warning("warning")
+    while stream.getvalue() != b"warning\n":
+        time.sleep(0.001)
 
 
-@pytest.mark.parametrize(("left", "written"), [(1, False), (0, True)])
-async def test_at_most_one_batch_of_lines_waits(stream: Written, left: int, written: bool) -> None:
-    lines = LineWriter(stream)
-    for _ in range(BATCH_LINES - left):
-        lines.write_soon(lambda: "request")
-
-    assert bool(wait_for_bytes(stream, 10 if written else 3 * BATCH_S)) is written
-
-
-async def test_a_batch_is_written_in_parts_that_a_pipe_takes_as_one_piece(stream: Written) -> None:
+def test_a_batch_is_written_in_parts_that_a_pipe_takes_as_one_piece(stream: Written) -> None:
     """Several workers share a pipe; a longer write may be interleaved with another's."""
-    lines = LineWriter(stream)
+    lines = LineWriter(stream, batch_s=60)
     for number in range(100):
-        lines.write_soon(partial("{} {}".format, number, "x" * 300))
-    lines.write_soon(lambda: "y" * 2 * WHOLE_BYTES)
+        lines.write(partial("{} {}".format, number, "x" * 300))
+    lines.write(lambda: "y" * 2 * WHOLE_BYTES)
     lines.flush()
 
     assert b"".join(stream.parts) == stream.getvalue()
@@ -130,73 +108,53 @@ async def test_a_batch_is_written_in_parts_that_a_pipe_takes_as_one_piece(stream
     assert longer == 2 * WHOLE_BYTES + 1
 
 
-async def test_a_stream_that_takes_less_gets_the_rest(stream: Written) -> None:
+def test_a_stream_that_takes_less_gets_the_rest(stream: Written) -> None:
     stream.most = 7
     lines = LineWriter(stream)
-    lines.write("a line of some length")
+    lines.write(lambda: "a line of some length")
     lines.flush()
 
     assert stream.getvalue() == b"a line of some length\n"
 
 
-async def test_a_log_call_during_a_write_does_not_deadlock(stream: Written) -> None:
+def test_a_log_call_during_a_write_does_not_deadlock(stream: Written) -> None:
     """A finalizer that a garbage collection calls may log like this."""
     lines = LineWriter(stream)
-    stream.meanwhile = lambda: lines.write("found")
-    lines.write("one")
+    stream.meanwhile = lambda: lines.write(lambda: "found")
+    lines.write(lambda: "one")
     lines.flush()
     lines.flush()  # the line that was logged meanwhile
 
     assert sorted(stream.getvalue().split()) == [b"found", b"one"]
 
 
-def test_lines_of_a_second_loop_are_written_too(stream: Written) -> None:
-    lines = LineWriter(stream)
-
-    async def write(line: str, *, wait: bool) -> None:
-        lines.write_soon(lambda: line)
-        await asyncio.sleep(3 * BATCH_S if wait else 0)
-
-    asyncio.run(write("first", wait=False))
-    asyncio.run(write("second", wait=True))
-
-    assert stream.getvalue() == b"first\nsecond\n"
-
-
-async def test_lines_of_threads_are_whole(stream: Written) -> None:
+def test_lines_of_threads_are_whole(stream: Written) -> None:
     lines = LineWriter(stream)
 
     def write_many(number: int) -> None:
         for _ in range(200):
-            lines.write(f"{number} " * 100)
+            lines.write(lambda: f"{number} " * 100)
 
     threads = [threading.Thread(target=write_many, args=(number,)) for number in range(4)]
     for thread in threads:
         thread.start()
-    while any(thread.is_alive() for thread in threads):
-        lines.write_soon(lambda: "request")
-        await asyncio.sleep(0)
     for thread in threads:
         thread.join()
     lines.flush()
 
-    found = {line for line in stream.getvalue().splitlines() if line != b"request"}
-    assert found == {f"{n} ".encode() * 100 for n in range(4)}
-    assert stream.getvalue().count(b"\n") >= 800
+    found = stream.getvalue().splitlines()
+    assert sorted(found) == sorted(f"{n} ".encode() * 100 for n in range(4) for _ in range(200))
 
 
-async def test_an_unread_log_stream_fails_no_request(stream: Written) -> None:
+def test_an_unread_log_stream_fails_no_request(stream: Written) -> None:
     def fail() -> None:
         raise BrokenPipeError
 
     lines = LineWriter(stream)
-    for _ in range(BATCH_LINES):
-        stream.meanwhile = fail
-        lines.write_soon(lambda: "request")
     stream.meanwhile = fail
-    lines.write("warning")
+    lines.write(lambda: "request")
     lines.flush()
-    lines.write("later")
+    lines.write(lambda: "later")
     lines.flush()
 
     assert stream.getvalue() == b"later\n"
@@ -214,21 +172,21 @@ def test_a_stream_that_is_not_read_delays_nothing_and_holds_a_bounded_number_of_
 
     stream.meanwhile = hang
     lines = LineWriter(stream)
-    lines.write("first")
+    lines.write(lambda: "first")
     assert started.wait(10)
     for number in range(2 * MAX_LINES):
-        lines.write(str(number))
+        lines.write(partial(str, number))
 
     assert stream.getvalue() == b""
-    assert lines.dropped == MAX_LINES + 1
+    assert lines.dropped == MAX_LINES
     with structlog.testing.capture_logs() as logs:
         read.set()
         lines.flush()
         lines.flush()
-    assert stream.getvalue().split() == [b"first", *(b"%d" % n for n in range(MAX_LINES - 1))]
+    assert stream.getvalue().split() == [b"first", *(b"%d" % n for n in range(MAX_LINES))]
     event = "log lines dropped: the log stream was not read in time"
-    assert logs == [{"event": event, "log_level": "warning", "count": MAX_LINES + 1}]
-    lines.write("later")
+    assert logs == [{"event": event, "log_level": "warning", "count": MAX_LINES}]
+    lines.write(lambda: "later")
     lines.flush()
     assert stream.getvalue().endswith(b"\nlater\n")
 
@@ -237,12 +195,9 @@ def test_a_line_that_cannot_be_rendered_ends_no_log(stream: Written) -> None:
     def fail() -> str:
         raise ValueError
 
-    async def write() -> None:
-        lines.write_soon(fail)
-
     lines = LineWriter(stream)
-    asyncio.run(write())
-    lines.write("later")
+    lines.write(fail)
+    lines.write(lambda: "later")
     lines.flush()
 
     assert stream.getvalue() == b"a log line could not be rendered: ValueError\nlater\n"
@@ -256,7 +211,7 @@ def test_a_process_exits_although_its_log_stream_is_not_read(stream: Written) ->
 
     stream.meanwhile = hang
     lines = LineWriter(stream)
-    lines.write("line")
+    lines.write(lambda: "line")
     started_s = time.monotonic()
     lines.flush()
     assert time.monotonic() - started_s >= EXIT_S
@@ -272,8 +227,8 @@ def test_lines_are_written_once_a_thread_can_be_started(
     lines = LineWriter(stream)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", fail)
-        lines.write("first")
-    lines.write("second")
+        lines.write(lambda: "first")
+    lines.write(lambda: "second")
     lines.flush()
 
     assert stream.getvalue() == b"first\nsecond\n"
@@ -300,14 +255,6 @@ def test_buffered_lines_are_written_at_exit() -> None:
     [line] = ran(REQUESTS.format(log_format="json", worker=None) + EXIT, 3)
 
     assert orjson.loads(line)["request_id"] == "a b"
-
-
-def wait_for_bytes(stream: Written, limit_s: float = 10.0) -> bytes:
-    """Block until the thread has written, up to a limit; return what it has written."""
-    end_s = time.monotonic() + limit_s
-    while not stream.getvalue() and time.monotonic() < end_s:
-        time.sleep(0.001)
-    return stream.getvalue()
 
 
 def ran(code: str, status: int) -> list[bytes]:

@@ -92,29 +92,6 @@ def test_console_lines_equal_those_of_structlog(
     assert plain_line(FULL, None, level, dict(event)) == FULL(None, level, dict(event))
 
 
-def test_log_lines_contain_the_worker_number() -> None:
-    code = "from epd.observe.logs import configure; configure('{}', 'info', worker=3); "
-    code += "import structlog; "
-    code += "structlog.get_logger('epd').info('listening', url='http://a b', n=2)"
-    lines = []
-    for log_format in ("json", "console"):
-        command = [sys.executable, "-c", code.format(log_format)]
-        ran = subprocess.run(command, capture_output=True, text=True, check=True)
-        lines.append(ran.stderr.splitlines())
-    ([json_line], [console_line]) = lines
-
-    said = orjson.loads(json_line)
-    assert (said["event"], said["worker"], said["url"], said["n"]) == (
-        "listening",
-        3,
-        "http://a b",
-        2,
-    )
-    assert console_line.endswith(
-        "[info     ] listening                      url='http://a b' n=2 worker=3"
-    )
-
-
 MOUNTED = """
 import structlog
 from epd import ProxyConfig, create_app
@@ -173,9 +150,9 @@ def request(**more: Any) -> RequestRecord:
     return RequestRecord(**{**fields, "engine_id": "r", **more})
 
 
-def line_of(event: RequestRecord, *, tenants: bool = False) -> MutableMapping[str, Any]:
+def line_of(event: RequestRecord) -> MutableMapping[str, Any]:
     urls = {"encode_servers_urls": "http://e:1", "decode_servers_urls": "http://d:1"}
-    config = ProxyConfig.model_validate(urls | {"kv_lease_s": 30, "log_tenants": tenants})
+    config = ProxyConfig.model_validate(urls | {"kv_lease_s": 30})
     with structlog.testing.capture_logs() as lines:
         LogObserver(config).request_done(event)
     [line] = lines
@@ -221,13 +198,8 @@ def test_the_line_of_a_whole_answer_has_no_time_to_first_token() -> None:
     assert {"stream", "ttft_s"}.isdisjoint(line)
 
 
-@pytest.mark.parametrize("tenants", [True, False])
-def test_the_line_of_a_request_names_its_tenant_where_the_operator_wants_it(
-    *, tenants: bool
-) -> None:
-    line = line_of(request(tenant="alice"), tenants=tenants)
-
-    assert line.get("tenant") == ("alice" if tenants else None)
+def test_the_line_of_a_request_does_not_name_its_tenant() -> None:
+    assert "alice" not in line_of(request(tenant="alice")).values()
 
 
 def test_the_line_of_a_request_begins_with_how_it_ended() -> None:

@@ -3,12 +3,13 @@
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
 from epd import events
 from epd.observe.metric_defs import Figure
 from epd.observe.metrics import CounterValues, HistogramValues
+from epd.observe.worker_metrics import ReadCollector
 
 BOUNDS = (0.1, 0.5, 1, 2.5)
 LABELS = st.tuples(st.sampled_from(["m", 'q"\\\n']), st.sampled_from([200, 499]), st.booleans())
@@ -16,17 +17,7 @@ VALUES = st.sampled_from([0.0, *BOUNDS]) | st.floats(0, 10)
 NAMES = ("model_name", "status", "failed")
 
 
-class Page:
-    """Registry with a single family."""
-
-    def __init__(self, family: Metric) -> None:
-        self._family = family
-
-    def collect(self) -> list[Metric]:
-        return [self._family]
-
-
-def shown(page: Page | CollectorRegistry) -> dict[str, float]:
+def shown(page: Collector) -> dict[str, float]:
     return {
         f"{sample.name}{sorted(sample.labels.items())}": sample.value
         for family in text_string_to_metric_families(generate_latest(page).decode())
@@ -49,7 +40,7 @@ def test_a_spread_is_a_histogram(values: list[tuple[tuple[str, int, bool], float
         theirs.labels(*texts(labels)).observe(value)
         ours.histogram_for(labels).add(value)
 
-    assert shown(Page(ours.collect())) == shown(registry)
+    assert shown(ReadCollector(lambda: [ours.collect()])) == shown(registry)
 
 
 @given(st.lists(st.tuples(LABELS, st.integers(0, 9)), max_size=20))
@@ -61,7 +52,7 @@ def test_counted_values_are_counters(values: list[tuple[tuple[str, int, bool], i
         theirs.labels(*texts(labels)).inc(value)
         ours.add(labels, value)
 
-    assert shown(Page(ours.collect())) == shown(registry)
+    assert shown(ReadCollector(lambda: [ours.collect()])) == shown(registry)
 
 
 @given(st.lists(VALUES, max_size=20), st.lists(VALUES, max_size=20))
@@ -85,5 +76,5 @@ def test_metrics_without_labels_appear_before_their_first_count() -> None:
     counted = CounterValues(Figure("counter", "c", "Counts."))
     spread = HistogramValues(Figure("histogram", "h", "Times."), BOUNDS)
 
-    assert shown(Page(counted.collect())) == {"c_total[]": 0}
-    assert shown(Page(spread.collect()))["h_count[]"] == 0
+    assert shown(ReadCollector(lambda: [counted.collect()])) == {"c_total[]": 0}
+    assert shown(ReadCollector(lambda: [spread.collect()]))["h_count[]"] == 0

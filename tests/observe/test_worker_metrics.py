@@ -147,28 +147,6 @@ def pages() -> Iterator[list[SharedPage]]:
         yield [one, other]
 
 
-def test_a_replaced_worker_continues_the_counters(pages: list[SharedPage]) -> None:
-    for _ in range(3):
-        worker = Worker(pages, 0)
-        worker.counter.inc(2)
-        worker.do(5)
-        worker.metrics.write()
-        keep_counters(pages[0])
-    other = Worker(pages, 1)
-    other.counter.inc()
-
-    assert (other.figures()["c_total"], other.figures()["g"]) == (7, 0)
-
-
-def test_a_published_page_is_visible_to_other_workers(pages: list[SharedPage]) -> None:
-    one, other = Worker(pages, 0), Worker(pages, 1)
-    one.counter.inc(3)
-    one.figures()
-    keep_counters(pages[0])  # the worker died before it could write
-
-    assert other.figures()["c_total"] == 3
-
-
 def test_a_page_is_written_only_where_something_is_new(pages: list[SharedPage]) -> None:
     worker = Worker(pages, 0)
     worker.metrics.write()

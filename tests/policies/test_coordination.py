@@ -2,29 +2,19 @@
 
 import json
 import re
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import epd
 from epd.api.prompts import prompt_tokens
-from epd.config.proxy_config import active_policies
-from epd.policies.in_force import Policies
-from epd.policies.plan import Course, Facts
-from epd.policies.registry import (
-    OWN,
-    PolicyInvalid,
-    activate,
-    choose_policy,
-    find_policy,
-    known_names,
-)
+from epd.config.proxy_config import make_checked_policies
+from epd.policies.plan import Course, DecodeFrom, Facts
+from epd.policies.registry import OWN, Policies, PolicyInvalid, find_policy, make_policies
 from epd.routing.instances import Role
 
 EPD = frozenset({Role.ENCODE, Role.PREFILL, Role.DECODE})
@@ -54,7 +44,7 @@ def facts(
 
 
 def course(policy: str, about: Facts, **settings: Any) -> Course | None:
-    decided = choose_policy(activate([policy], SETTINGS | settings), about)
+    decided = Policies(make_policies([policy], SETTINGS | settings)).choose_policy(about)
     return None if decided is None else decided[1]
 
 
@@ -118,35 +108,20 @@ def test_the_local_prefill_instance_is_the_only_one() -> None:
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_every_policy_has_the_options_of_decode(name: str) -> None:
-    written = f"{name}?decode_choice=early&decode_from=header"
-    roles = E_PD if name == "encode_pd" else EPD
-    said = course(written, facts(roles, tokens=1))
+def test_every_course_has_the_decode_settings(name: str) -> None:
+    made = make_policies([name], SETTINGS)
+    about = facts(E_PD if name == "encode_pd" else EPD, tokens=1)
+    decided = Policies(made, "header", "early").choose_policy(about)
 
-    assert said is not None
-    assert (said.decode_choice, said.decode_from) == ("early", "header")
-
-
-def test_an_option_goes_before_the_setting_of_its_name() -> None:
-    settings = SETTINGS | {"decode_choice": "early"}
-    [default] = activate(["pd_only"], settings)
-    [own] = activate(["pd_only?skip_prefill_below_tokens=3&decode_choice=late"], settings)
-
-    assert default.options["skip_prefill_below_tokens"] == 10
-    assert default.common.decode_choice == "early"
-    assert own.options == {
-        "skip_prefill_below_tokens": 3,
-        "skip_prefill_for_text": False,
-        "decode_choice": "late",
-        "decode_from": "table",
-    }
+    assert decided is not None
+    assert (decided[1].decode_choice, decided[1].decode_from) == ("early", "header")
 
 
 @given(st.permutations(list(OWN)), SOME_FACTS)
 def test_the_first_policy_with_a_decision_decides(names: list[str], about: Facts) -> None:
-    policies = activate(names, SETTINGS)
-    said = [one.name for one in policies if one.policy.course(about) is not None]
-    decided = choose_policy(policies, about)
+    policies = make_policies(names, SETTINGS)
+    said = [name for name, policy in policies.items() if policy.course(about) is not None]
+    decided = Policies(policies).choose_policy(about)
 
     assert (None if decided is None else decided[0]) == (said[0] if said else None)
 
@@ -169,53 +144,34 @@ def test_prompts_are_measured_once_and_only_for_policies_that_need_it() -> None:
         measured += 1
         return 5
 
-    about = Facts("/v1/chat/completions", True, 0, EPD, measure)
-    assert choose_policy(activate(["encode_prefill_decode"], {}), about) is not None
+    about = Facts("/v1/chat/completions", True, 0, NOBODY | {Role.DECODE}, measure)
+    assert Policies(make_policies(["encode_prefill_decode"], {})).choose_policy(about) is not None
     assert measured == 0
-    policies = ["pd_only?skip_prefill_below_tokens=3", "encode_prefill_decode"]
-    assert choose_policy(activate(policies, {}), about) is not None
+    policies = make_policies(["pd_only", "encode_prefill_decode"], SETTINGS)
+    assert Policies(policies, "header").choose_policy(about) is not None
     assert about.prompt_tokens == 5
     assert measured == 1
 
 
-def test_a_policy_with_another_source_of_decode_needs_none_in_the_table() -> None:
-    assert course("encode_prefill_decode", facts(NOBODY)) is None
-    assert course("encode_prefill_decode?decode_from=header", facts(NOBODY)) is not None
+def test_policies_with_another_source_of_decode_need_none_in_the_table() -> None:
+    made = make_policies(["encode_prefill_decode"], {})
+
+    assert Policies(made).choose_policy(facts(NOBODY)) is None
+    assert Policies(made, "header").choose_policy(facts(NOBODY)) is not None
 
 
 @pytest.mark.parametrize(
-    ("written", "message"),
+    ("names", "message"),
     [
-        ([], "at least one policy is needed"),
         (["nothing"], "there is no policy 'nothing'; known: encode_prefill_decode, encode_pd"),
-        (["encode_pd", "encode_pd?decode_choice=early"], "encode_pd is named twice"),
-        (["encode_pd?when=now"], "encode_pd has no option 'when'; it has decode_choice, decode_"),
-        (["encode_pd?decode_choice=soon"], "encode_pd: decode_choice: "),
-        (["encode_pd?decode_choice"], "encode_pd: options are written as ?name=value"),
-        (["encode_pd?decode_choice=late&decode_choice=late"], "encode_pd has an option twice"),
-        (["encode_pd?decode_from=picker"], "decode_from=picker needs --decode-picker-url"),
+        (["encode_pd", "encode_pd"], "encode_pd is named twice"),
         (["pd_only"], "pd_only: does nothing without skip_prefill_below_tokens"),
-        (["pd_only?skip_prefill_below_tokens=few"], "pd_only: skip_prefill_below_tokens: "),
-        (["pd_only?skip_prefill_below_tokens=-1"], "greater than or equal to 0"),
-        (["pd_only?skip_prefill_below_tokens=2147483648"], "less than or equal to 2147483647"),
         (["prefill_local_decode_remote"], "needs local_prefill_url"),
-        (["prefill_local_decode_remote?local_prefill_url=p"], "local_prefill_url: "),
-        (["encode_pd"] * 17, "at most 16 policies"),
-        (["e" * 1025], "at most 1024 characters"),
     ],
 )
-def test_an_invalid_policy_is_rejected_with_the_reason(written: list[str], message: str) -> None:
+def test_an_invalid_policy_is_rejected_with_the_reason(names: list[str], message: str) -> None:
     with pytest.raises(PolicyInvalid, match=re.escape(message)):
-        activate(written, {})
-
-
-@given(st.text(max_size=40))
-def test_any_text_is_a_policy_or_refused(written: str) -> None:
-    try:
-        [one] = activate([written], SETTINGS)
-    except PolicyInvalid:
-        return
-    assert one.name in OWN
+        make_policies(names, {})
 
 
 URLS: dict[str, Any] = {
@@ -264,9 +220,10 @@ def test_policies_in_force_are_those_of_the_configuration(
 
 def test_the_local_prefill_instance_is_the_first_one_by_default() -> None:
     config = epd.ProxyConfig(**URLS, **P, policies=("prefill_local_decode_remote",))
-    [local] = active_policies(config, config.policies)
+    decided = make_checked_policies(config).choose_policy(facts(PD))
 
-    assert local.options["local_prefill_url"] == "http://p:1"
+    assert decided is not None
+    assert decided[1].prefill_url == "http://p:1"
 
 
 @pytest.mark.parametrize(
@@ -292,46 +249,38 @@ def test_wrong_settings_are_refused(settings: dict[str, Any], message: str) -> N
 def test_no_decode_instance_is_needed_where_others_name_it() -> None:
     settings = {"encode_servers_urls": ("http://e:1",), "prefill_servers_urls": ("http://p:1",)}
 
-    for named in (
-        {"decode_from": "header"},
-        {"policies": ("encode_prefill_decode?decode_from=header",)},
-    ):
-        epd.ProxyConfig(**settings, **named, decode_hosts="10.0.0.0/8")
-        with pytest.raises(ValueError, match="--decode-hosts is required"):
-            epd.ProxyConfig(**settings, **named)
+    epd.ProxyConfig(**settings, decode_from="header", decode_hosts="10.0.0.0/8")
+    with pytest.raises(ValueError, match="--decode-hosts is required"):
+        epd.ProxyConfig(**settings, decode_from="header")
     with pytest.raises(ValueError, match="--decode-servers-urls is required"):
         epd.ProxyConfig(**settings, decode_hosts="10.0.0.0/8")
 
 
-def in_force(config: epd.ProxyConfig) -> Policies:
-    return Policies(config.policies, partial(active_policies, config))
-
-
 @pytest.mark.parametrize(
-    "written",
+    ("names", "decode_from"),
     [
-        ["encode_prefill_decode", "encode_pd"],
-        ["encode_pd?decode_from=header", "prefill_decode"],
-        ["pd_only?skip_prefill_below_tokens=10", "encode_prefill_decode", "encode_pd"],
-        ["pd_only?skip_prefill_for_text=true", "prefill_decode"],
-        ["cost"],
+        (["encode_prefill_decode", "encode_pd"], "table"),
+        (["encode_pd", "prefill_decode"], "header"),
+        (["pd_only", "encode_prefill_decode", "encode_pd"], "table"),
+        (["cost"], "table"),
     ],
 )
-def test_remembered_courses_equal_those_of_the_policies(written: list[str]) -> None:
-    config = epd.ProxyConfig(**URLS, dynamic_registration=True, admin_api_key="k" * 32)
-    policies, active = in_force(config), activate(written, {})
-    policies.choose_policy(facts(EPD))  # by the configured policies
-    policies.replace(written)
+@pytest.mark.parametrize("texts", [False, True])
+def test_remembered_courses_equal_those_of_the_policies(
+    names: list[str], decode_from: DecodeFrom, *, texts: bool
+) -> None:
+    made = make_policies(names, SETTINGS | {"skip_prefill_for_text": texts})
+    policies = Policies(made, decode_from)
     for roles, items, tokens, prefills in product(
         (EPD, E_PD, PD, ONE, NOBODY), (0, 1, 2), (5, 50), (True, False)
     ):
         about = facts(roles, items, tokens, prefills=prefills)
-        assert policies.choose_policy(about) == choose_policy(active, about)
+        fresh = Policies(made, decode_from).choose_policy(about)
+        assert policies.choose_policy(about) == fresh
 
 
 def test_remembered_courses_are_bounded_by_the_kinds_of_requests() -> None:
-    config = epd.ProxyConfig(**URLS)
-    policies, every = in_force(config), [*Role]
+    policies, every = make_checked_policies(epd.ProxyConfig(**URLS)), [*Role]
     rolesets = [
         frozenset(role for role, there in zip(every, chosen, strict=True) if there)
         for chosen in product((False, True), repeat=len(every))
@@ -358,6 +307,7 @@ def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "night_shift = night_shift:NightShift\n"
         "no_policy = night_shift:FEW\n"
         "gone = night_shift:Gone\n"
+        "unset = night_shift:Unset\n"
         "broken = broken_shift:Policy\n"
         "encode_pd = night_shift:NightShift\n"
     )
@@ -368,40 +318,42 @@ def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 PLUGIN = """
 from dataclasses import dataclass
 
-from epd.policies.in_force import Policies
 from epd.policies.plan import Course, Facts
 
-FEW = 3
+FEW = 2
 
 
 @dataclass(frozen=True)
 class NightShift:
+    max_items: int = 99
     most_items: int = FEW
-    days: frozenset[str] = frozenset({"sunday"})
-    hours: tuple[int, ...] = (22, 6)
 
     def course(self, facts: Facts) -> Course | None:
-        return Course(prefill=False) if facts.items <= self.most_items else None
+        few = facts.items <= min(self.most_items, self.max_items)
+        return Course(prefill=False) if few else None
+
+
+@dataclass(frozen=True)
+class Unset:
+    most: int
+
+    course = NightShift.course
 """
 
 
 def test_a_policy_of_another_distribution_is_found_by_name(plugins: Path) -> None:
-    config = epd.ProxyConfig(**URLS, policies=("night_shift?most_items=1", "encode_pd"))
-    policies = active_policies(config, config.policies)
+    config = epd.ProxyConfig(**URLS, policies=("night_shift", "encode_pd"))
+    policies = make_checked_policies(config)
 
-    assert "night_shift" in known_names()
-    assert choose_policy(policies, facts(E_PD, items=1)) == ("night_shift", COURSE)
-    assert choose_policy(policies, facts(E_PD, items=2)) == ("encode_pd", COURSE)
+    assert policies.choose_policy(facts(E_PD, items=2)) == ("night_shift", COURSE)
+    assert policies.choose_policy(facts(E_PD, items=3)) == ("encode_pd", COURSE)
 
 
-def test_any_option_can_be_shown(plugins: Path) -> None:
-    most = 9**40
-    [policy] = activate([f"night_shift?most_items={most}"], {})
+def test_a_field_of_such_a_policy_has_the_setting_of_its_name(plugins: Path) -> None:
+    config = epd.ProxyConfig(**URLS, policies=("night_shift", "encode_pd"), max_items=1)
+    decided = make_checked_policies(config).choose_policy(facts(E_PD, items=2))
 
-    assert policy.course(facts(E_PD, items=2)) == COURSE
-    shown = orjson.loads(orjson.dumps(policy.options))
-    assert (shown["most_items"], shown["days"]) == (str(most), "frozenset({'sunday'})")
-    assert shown["hours"] == [22, 6]
+    assert decided == ("encode_pd", COURSE)
 
 
 COURSE = Course(True, False, None, "table", "late")
@@ -412,6 +364,7 @@ COURSE = Course(True, False, None, "table", "late")
     [
         ("broken", "broken (broken_shift:Policy) cannot be loaded: RuntimeError: no licence"),
         ("gone", "gone (night_shift:Gone) cannot be loaded: AttributeError"),
+        ("unset", "unset: Unset.__init__() missing 1 required positional argument: 'most'"),
         ("no_policy", "no_policy (night_shift:FEW) is not a dataclass with a method course"),
     ],
 )

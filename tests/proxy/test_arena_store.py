@@ -11,7 +11,7 @@ from typing import TypeVar
 import pytest
 from structlog.testing import capture_logs
 
-from ec_store import Entry, EntryKey, Store, StoreUnavailable, open_store
+from ec_store import Entry, EntryKey, Store, open_store
 from ec_store.arena.protocol import ClaimKeys, Find, Release, Reply, Request
 from ec_store.arena.server import ArenaServer, Session
 from epd.encoder_cache.lookup import Lookup
@@ -25,13 +25,11 @@ from tests.encoder_cache.test_claims import (  # noqa: F401
     test_the_second_waiter_repeats_the_lookup,
 )
 from tests.proxy.test_encoder_cache import (  # noqa: F401
-    test_a_conversation_of_ten_turns_encodes_each_picture_once,
     test_a_hit_beside_a_video_is_sent_raw_and_not_encoded_again,
     test_a_model_that_the_store_does_not_name_is_learnt_from_its_encoder,
     test_a_picture_seen_before_costs_no_encode_and_no_upload,
     test_a_refused_request_without_its_media_is_not_retried,
     test_an_abandoned_encode_is_cancelled,
-    test_an_entry_of_one_proxy_is_found_by_another,
     test_proxies_on_one_store_encode_a_new_picture_once,
     test_requests_at_once_for_a_new_picture_are_one_encode,
     test_sources_of_items_are_counted_and_logged,
@@ -56,6 +54,7 @@ from tests.support.backed import (
     items_of,
     opened_cache,
     refresh_stores,
+    registered,
 )
 from tests.support.fake_instance import decodes, encodes
 from tests.support.fleet import Fleet, Launch, until
@@ -102,15 +101,6 @@ def of(kind: type[R], requests: list[Request]) -> list[R]:
 
 def put(store: Store, key: EntryKey) -> None:
     store.put(key, Entry(memoryview(bytes(16)), "F32", (1, 4), "image", {}))
-
-
-def registered(store: Store) -> bool:
-    """Register the namespace, as engines do again after a restart; return whether that succeeds."""
-    try:
-        store.register_namespace("m", NAMESPACE)
-    except StoreUnavailable:
-        return False
-    return True
 
 
 async def test_all_items_of_a_request_are_one_message_for_each_step(

@@ -8,17 +8,9 @@ from typing import Any
 
 import openai
 import pytest
-from aiohttp import web
 
 from tests.requests import audio_url, image, input_audio, request, text, video
-from tests.support.fake_instance import (
-    KV_PARAMS,
-    REPLY,
-    STREAM,
-    chunk,
-    encodes_without_params,
-    refuses,
-)
+from tests.support.fake_instance import KV_PARAMS, REPLY, STREAM, encodes_without_params, refuses
 from tests.support.fleet import Launch
 
 
@@ -37,19 +29,6 @@ async def test_each_item_is_one_encode_request_without_text(launch: Launch) -> N
             assert call.body["max_tokens"] == 1
 
 
-async def test_items_of_all_messages_are_encoded(launch: Launch) -> None:
-    async with launch() as fleet:
-        messages = [
-            {"role": "system", "content": "s"},
-            {"role": "user", "content": [image(b"1")]},
-            {"role": "assistant", "content": "a"},
-            {"role": "tool", "tool_call_id": "1", "content": [image(b"2")]},
-        ]
-        await fleet.chat({"model": "m", "messages": messages})
-
-        assert len(fleet.e.calls) == 2
-
-
 async def test_text_touches_no_encoder(launch: Launch) -> None:
     async with launch() as fleet:
         body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "seed": 1}
@@ -58,23 +37,6 @@ async def test_text_touches_no_encoder(launch: Launch) -> None:
         assert (status, reply) == (200, REPLY)
         assert fleet.e.calls == []
         assert fleet.d.calls[0].body == body
-
-
-async def test_items_are_spread_in_turn_across_requests(launch: Launch) -> None:
-    async with launch(encode=3, encode_balance="round_robin") as fleet:
-        await fleet.chat(request(image(b"1"), image(b"2")))
-        await fleet.chat(request(image(b"3"), image(b"4")))
-
-        assert [len(instance.calls) for instance in fleet.encode] == [2, 1, 1]
-
-
-async def test_requests_are_spread_over_prefill_and_decode(launch: Launch) -> None:
-    async with launch(prefill=2, decode=2) as fleet:
-        for _ in range(4):
-            await fleet.chat(request(text()))
-
-        assert [len(instance.calls) for instance in fleet.prefill] == [2, 2]
-        assert [len(instance.calls) for instance in fleet.decode] == [2, 2]
 
 
 async def test_encode_is_sent_kwargs_and_no_priority(launch: Launch) -> None:
@@ -124,14 +86,6 @@ async def test_a_decode_instance_is_told_of_no_encoder_outputs(launch: Launch) -
         assert "ec_transfer_params" not in by_prefill.body
         assert alone.parts[0]["type"] == "image_url"
         assert "ec_transfer_params" not in alone.body
-
-
-async def test_uuids_of_pictures_follow_their_content(launch: Launch) -> None:
-    async with launch() as fleet:
-        await fleet.chat(request(image(b"1"), image(b"1"), image(b"2")))
-
-        uuids = [part["uuid"] for part in fleet.d.calls[0].parts]
-        assert uuids[0] == uuids[1] != uuids[2]
 
 
 @pytest.mark.parametrize("prefill", [0, 1])
@@ -221,15 +175,6 @@ async def test_prefill_then_decode_with_its_kv_transfer_params(launch: Launch) -
         assert prefill["messages"] == decode["messages"]
 
 
-@pytest.mark.fault(56)
-@pytest.mark.security("S5")
-async def test_decode_gets_no_kv_transfer_params_without_prefill_instances(launch: Launch) -> None:
-    async with launch() as fleet:
-        await fleet.chat(request(image(), kv_transfer_params={"do_remote_prefill": True}))
-
-        assert "kv_transfer_params" not in fleet.d.calls[0].body
-
-
 async def test_the_stream_reaches_the_client_byte_for_byte(launch: Launch) -> None:
     async with launch() as fleet:
         body = request(image(), stream=True)
@@ -239,29 +184,6 @@ async def test_the_stream_reaches_the_client_byte_for_byte(launch: Launch) -> No
         assert reply.status == 200
         assert reply.headers["Content-Type"] == "text/event-stream; charset=utf-8"
         assert content == b"".join(STREAM)
-
-
-async def test_chunks_reach_the_client_before_the_stream_has_ended(launch: Launch) -> None:
-    go_on = asyncio.Event()
-
-    async def decode(request: web.Request, _: dict[str, Any]) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        await response.write(chunk("first"))
-        await go_on.wait()
-        await response.write(b"data: [DONE]\n\n")
-        return response
-
-    async with launch() as fleet:
-        fleet.d.chat = decode
-        body = request(text(), stream=True)
-        async with fleet.post(body) as reply:
-            first = await asyncio.wait_for(reply.content.readany(), 20)
-            go_on.set()
-            rest = await reply.read()
-
-        assert first == chunk("first")
-        assert rest == b"data: [DONE]\n\n"
 
 
 @pytest.mark.parametrize("prefill", [0, 1])
@@ -277,16 +199,6 @@ async def test_the_official_client_is_served(launch: Launch, prefill: int) -> No
 
         assert whole.choices[0].message.content == "aé"
         assert pieces == ["a", "é"]
-
-
-async def test_a_large_picture_arrives_whole(launch: Launch) -> None:
-    async with launch() as fleet:
-        fleet.e.chat = encodes_without_params
-        picture = bytes(range(256)) * 16_000
-        await fleet.chat(request(image(picture)))
-
-        uuid = fleet.e.calls[0].parts[0]["uuid"]
-        assert fleet.d.calls[0].parts == [image(picture, uuid=uuid)]
 
 
 @pytest.mark.security("S5")
@@ -344,17 +256,6 @@ async def test_stage_times_reach_the_client_and_the_observers(launch: Launch) ->
         ]
         [done] = fleet.events.requests
         assert (done.status, done.error, len(done.stages)) == (200, None, 4)
-
-
-async def test_a_file_url_goes_to_the_encoder_unchanged(launch: Launch, tmp_path: Path) -> None:
-    picture = tmp_path / "a b.png"
-    picture.write_bytes(b"picture")
-    async with launch(allowed_local_media_path=tmp_path) as fleet:
-        status, _ = await fleet.chat(request(image(picture.as_uri())))
-
-        assert status == 200
-        assert fleet.e.calls[0].parts == [image(picture.as_uri())]
-        assert fleet.d.calls[0].parts[0]["type"] == "image_embeds"
 
 
 async def test_an_integer_of_more_than_64_bits_reaches_the_instances(launch: Launch) -> None:

@@ -44,16 +44,6 @@ async def test_questions_about_one_picture_go_to_one_instance(launch: Launch) ->
         assert len({*homes.values()}) > 1
 
 
-async def test_a_long_common_beginning_keeps_requests_together_while_the_fleet_is_idle(
-    launch: Launch,
-) -> None:
-    async with launch(decode=4, decode_balance="content") as fleet:
-        bodies = [ask(b"picture %d" % number, "first") for number in range(6)]
-        homes = {await served(fleet, fleet.decode, body) for body in bodies}
-
-        assert len(homes) == 1
-
-
 async def test_prefill_and_decode_are_chosen_by_content(launch: Launch) -> None:
     both: dict[str, Any] = {"prefill_balance": "content", "decode_balance": "content"}
     async with launch(prefill=3, decode=3, **both) as fleet:

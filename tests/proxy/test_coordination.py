@@ -11,7 +11,7 @@ from epd.server.app_keys import TABLE
 from tests.requests import image, request, text
 from tests.support.fake_instance import (
     FakeInstance,
-    Handler,
+    after,
     decodes,
     drops,
     hangs,
@@ -39,22 +39,6 @@ async def answered(fleet: Fleet, body: dict[str, Any], **headers: str) -> int:
         return reply.status
 
 
-@each_policy
-@each_choice
-async def test_each_policy_asks_its_stages_in_turn(
-    launch: Launch, policy: str, choice: str
-) -> None:
-    async with launch(1, 2, 2, policies=(policy,), decode_choice=choice) as fleet:
-        assert await answered(fleet, request(text(), image())) == 200
-
-        encode, prefill, decode = asked(fleet)
-        [prefilled] = [call for one in fleet.prefill for call in one.calls]
-
-    assert (encode, prefill, decode) == (int(policy != "prefill_decode"), 1, 1)
-    types = [part["type"] for part in prefilled.parts]
-    assert types == ["text", "image_url" if policy == "prefill_decode" else "image_embeds"]
-
-
 async def test_media_without_an_encode_stage_keep_the_keys_of_the_proxy(launch: Launch) -> None:
     async with launch(1, 1, 1, policies=("prefill_decode",)) as fleet:
         assert await answered(fleet, request(image(uuid="mine"))) == 200
@@ -77,43 +61,18 @@ async def test_short_prompts_are_not_prefilled_separately(launch: Launch) -> Non
         assert asked(fleet) == (1, 2, 3)
 
 
-async def test_texts_of_any_length_are_not_prefilled_separately(launch: Launch) -> None:
-    async with launch(1, 1, 1, skip_prefill_for_text=True) as fleet:
-        assert await answered(fleet, request(text("a" * 9999))) == 200
-
-        assert asked(fleet) == (0, 0, 1)
-
-
-@each_choice
-async def test_only_the_local_instance_prefills(launch: Launch, choice: str) -> None:
-    policies = ("prefill_local_decode_remote",)
-    async with launch(1, 3, 2, policies=policies, decode_choice=choice) as fleet:
-        for _ in range(4):
-            assert await answered(fleet, request(text())) == 200
-
-        assert [len(one.calls) for one in fleet.prefill] == [4, 0, 0]
-        assert [len(one.calls) for one in fleet.decode] == [2, 2]
-
-
 async def test_an_early_choice_counts_as_load_from_the_choice_on(launch: Launch) -> None:
     goes_on = asyncio.Event()
-
-    def waiting(chat: Handler) -> Handler:
-        async def waits(web_request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-            await goes_on.wait()
-            return await chat(web_request, body)
-
-        return waits
 
     async with (
         launch(1, 1, 2, decode_choice="early") as fleet,
         asyncio.TaskGroup() as group,
     ):
         for one in fleet.decode:
-            one.chat = waiting(one.chat)
+            one.chat = after(goes_on, one.chat)
         group.create_task(answered(fleet, request(text())))
         await until(lambda: asked(fleet)[2] == 1)
-        fleet.p.chat = waiting(fleet.p.chat)
+        fleet.p.chat = after(goes_on, fleet.p.chat)
         for _ in range(4):
             group.create_task(answered(fleet, request(text())))
         await until(lambda: asked(fleet)[1] == 5)

@@ -17,7 +17,7 @@ from epd.routing.instances import Instance, Role
 from epd.server.app_keys import CONFIG, TABLE
 from tests.requests import image, png, request, text, video
 from tests.support.backed import BUDGET_S, NAMESPACE, Backed, encoded, items_of, parts_of
-from tests.support.fake_instance import Handler
+from tests.support.fake_instance import after
 from tests.support.fleet import Fleet, Launch, until
 
 SMALL, LARGE = image(png(100, 100)), image(png(1000, 1000))
@@ -57,11 +57,6 @@ class Page:
         )
 
 
-@pytest.fixture(autouse=True)
-def _asked_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("epd.routing.namespaces.INTERVAL_S", 0.05)
-
-
 @pytest.fixture
 def both(store: Store, tmp_path: Path) -> Both:
     """Return handlers on the store. Its namespace is registered for the model."""
@@ -74,7 +69,7 @@ async def running(
     launch: Launch, both: Both, url: str, *, writes: bool = True, prefill: int = 0, **config: Any
 ) -> AsyncIterator[Fleet]:
     defaults: dict[str, Any] = {"ec_store": url, "ec_store_budget_s": BUDGET_S}
-    async with launch(prefill=prefill, load_interval_s=60, **defaults | config) as fleet:
+    async with launch(prefill=prefill, load_interval_s=0.05, **defaults | config) as fleet:
         for one in fleet.encode:
             one.chat = both.encodes
         pages = []
@@ -87,16 +82,6 @@ async def running(
         await until(lambda: all(one.asked > 1 for one in pages))
         yield fleet
         await asyncio.gather(*both.writes)
-
-
-def after_all(free: asyncio.Event, handler: Handler) -> Handler:
-    """Return a handler that waits for an event first."""
-
-    async def wait(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        await free.wait()
-        return await handler(request, body)
-
-    return wait
 
 
 async def page_of(fleet: Fleet) -> dict[str, float]:
@@ -163,12 +148,6 @@ async def test_items_are_encoded_if_their_consumers_write_no_outputs(
         assert await decisions(fleet) == {"encode,unsaved": 1}
 
 
-async def test_items_may_stay_unsaved_if_allowed(launch: Launch, both: Both, url: str) -> None:
-    policies = ("cost?encode_below_pixels=20000&allow_unsaved=true",)
-    async with running(launch, both, url, writes=False, policies=policies) as fleet:
-        assert await items_of(fleet, request(SMALL)) == {"local": 1}
-
-
 async def test_item_beside_one_without_media_is_encoded(
     launch: Launch, both: Both, url: str
 ) -> None:
@@ -193,20 +172,12 @@ async def test_item_beside_a_stored_one_is_encoded(launch: Launch, both: Both, u
 async def test_cost_is_compared_once_an_encode_instance_is_measured(
     launch: Launch, both: Both, url: str
 ) -> None:
-    async with running(launch, both, url, policies=("cost?pd_slowdown=0",)) as fleet:
+    async with running(launch, both, url, policies=("cost",)) as fleet:
         pictures = [image(png(100 + size, 100)) for size in range(4)]
         found = [await items_of(fleet, request(one)) for one in pictures]
 
         assert found == [{"encoded": 1}, {"encoded": 1}, {"local": 1}, {"local": 1}]
         assert await decisions(fleet) == {"encode,unmeasured": 2, "local,cheaper": 2}
-
-
-async def test_item_is_encoded_where_that_is_cheaper(launch: Launch, both: Both, url: str) -> None:
-    async with running(launch, both, url, policies=("cost?pd_slowdown=1000",)) as fleet:
-        for size in range(3):
-            await items_of(fleet, request(image(png(100 + size, 100))))
-
-        assert await decisions(fleet) == {"encode,unmeasured": 2, "encode,cheaper": 1}
 
 
 async def test_tokens_of_a_picture_are_predicted_by_the_pixels_of_earlier_ones(
@@ -215,7 +186,7 @@ async def test_tokens_of_a_picture_are_predicted_by_the_pixels_of_earlier_ones(
     free = asyncio.Event()
     async with launch() as fleet:
         await items_of(fleet, request(image(png(360, 540))))  # 486 tokens, by the fake's reply
-        fleet.e.chat = after_all(free, fleet.e.chat)
+        fleet.e.chat = after(free, fleet.e.chat)
         load = fleet.runner.app[TABLE].load(Instance(Role.ENCODE, fleet.e.url))
         waiting = asyncio.create_task(items_of(fleet, request(image(png(180, 540)))))
         await until(lambda: fleet.e.open)
@@ -227,8 +198,8 @@ async def test_tokens_of_a_picture_are_predicted_by_the_pixels_of_earlier_ones(
 
 async def test_item_being_encoded_is_waited_for(launch: Launch, both: Both, url: str) -> None:
     free = asyncio.Event()
-    async with running(launch, both, url, policies=("cost?pd_slowdown=0",)) as fleet:
-        fleet.e.chat = after_all(free, both.encodes)
+    async with running(launch, both, url, policies=("cost",)) as fleet:
+        fleet.e.chat = after(free, both.encodes)
         both_requests = [asyncio.create_task(items_of(fleet, request(SMALL))) for _ in range(2)]
         await until(lambda: [one.stage for one in fleet.events.stages].count("store") == 2)
         await until(lambda: fleet.e.open)
@@ -244,7 +215,7 @@ async def test_item_beside_one_being_encoded_is_placed_by_the_policy(
 ) -> None:
     free = asyncio.Event()
     async with running(launch, both, url, **STATIC) as fleet:
-        fleet.e.chat = after_all(free, both.encodes)
+        fleet.e.chat = after(free, both.encodes)
         first = asyncio.create_task(items_of(fleet, request(LARGE)))
         await until(lambda: fleet.e.open)
         second = asyncio.create_task(items_of(fleet, request(LARGE, SMALL)))
@@ -285,7 +256,7 @@ async def test_backlogs_are_those_of_requests_under_way(launch: Launch) -> None:
     async with launch() as fleet:
         idle = await page_of(fleet)
         for one in fleet.instances:
-            one.chat = after_all(free, one.chat)
+            one.chat = after(free, one.chat)
         prompt = request(text("x" * 4000))
         asked = [
             asyncio.create_task(fleet.chat(one))
@@ -295,13 +266,13 @@ async def test_backlogs_are_those_of_requests_under_way(launch: Launch) -> None:
         busy = await page_of(fleet)
         free.set()
         await asyncio.gather(*asked)
-        after = await page_of(fleet)
+        ended = await page_of(fleet)
 
     encode, prefill = "epd_encode_backlog_seconds", "epd_prefill_backlog_tokens"
     assert (idle[encode], idle[prefill]) == (0, 0)
     assert busy[encode] == pytest.approx(1.0)  # 10,000 tokens at the assumed speed
     assert 1000 <= busy[prefill] < 1100
-    assert (after[encode], after[prefill]) == (0, 0)
+    assert (ended[encode], ended[prefill]) == (0, 0)
 
 
 async def test_fleet_without_encode_instances_has_no_backlog_of_them(launch: Launch) -> None:

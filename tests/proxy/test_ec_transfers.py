@@ -157,16 +157,6 @@ async def test_a_video_and_its_sound_have_an_id_each(launch: Launch) -> None:
     assert pushes.waiting == {}
 
 
-async def test_text_causes_no_push(launch: Launch) -> None:
-    pushes = Pushes()
-    async with mooncake(launch, pushes, decode=2) as fleet:
-        await ask(fleet, request(text()))
-
-        [call] = [call for one in fleet.decode for call in one.calls]
-        assert "ec_transfer_params" not in call.body
-    assert pushes.pushed == []
-
-
 async def test_the_rank_of_the_push_answers(launch: Launch) -> None:
     pushes = Pushes()
     async with mooncake(launch, pushes, decode=2, ranks=2) as fleet:
@@ -413,20 +403,6 @@ async def test_addresses_are_refused_where_nothing_is_pushed(launch: Launch, tra
 
         assert status == 400
         assert f"--ec-transfer {transfer}" in said["error"]["message"]
-
-
-@pytest.mark.parametrize("prefill", [0, 1])
-async def test_consumers_get_the_address_of_the_encoder_memory(
-    launch: Launch, prefill: int
-) -> None:
-    memory = Memory()
-    async with nixl(launch, memory, encode=2, prefill=prefill) as fleet:
-        await ask(fleet, request(text(), image(b"1"), image(b"2"), image(b"1")))
-
-        assert len(memory.held) == 2  # the same picture twice is one output
-        consumer = fleet.p if prefill else fleet.d
-        assert kinds(consumer) == ["text", *["image_embeds"] * 3]
-        assert len(memory.read) == 3
 
 
 async def test_requests_at_the_same_time_read_one_output(

@@ -68,34 +68,6 @@ async def test_a_picture_seen_before_costs_no_encode_and_no_upload(
         assert first_part == second_part
 
 
-async def test_a_conversation_of_ten_turns_encodes_each_picture_once(
-    launch: Launch, backed: Backed, url: str
-) -> None:
-    pictures = [image(b"1"), image(b"2"), image(b"3")]
-    async with caching(launch, backed, url) as fleet:
-        messages: list[dict[str, Any]] = []
-        for turn in range(10):
-            new = [pictures[turn // 4]] if turn % 4 == 0 else []
-            messages.append({"role": "user", "content": [text(f"turn {turn}"), *new]})
-            status, _ = await fleet.chat({"model": "m", "messages": messages})
-            assert status == 200
-            messages.append({"role": "assistant", "content": "yes"})
-
-        assert encoded(fleet) == 3
-        assert not any("image_url" in types for types in media_types(fleet.d))
-
-
-async def test_an_entry_of_one_proxy_is_found_by_another(
-    launch: Launch, backed: Backed, url: str
-) -> None:
-    async with caching(launch, backed, url) as one, caching(launch, backed, url) as other:
-        await items_of(one, request(image()))
-        await asyncio.gather(*backed.writes)
-
-        assert await items_of(other, request(image())) == {"hit": 1}
-        assert encoded(other) == 0
-
-
 async def test_a_picture_twice_in_a_request_is_one_encode(
     launch: Launch, backed: Backed, url: str
 ) -> None:
@@ -272,17 +244,6 @@ async def test_media_are_sent_without_names_if_their_consumer_has_cached_the_nam
         kinds = [["image_embeds", "text"], ["image_url", "text"], ["image_url", "text"]]
         assert [[part["type"] for part in call.parts] for call in sent] == kinds
         assert ["uuid" in call.parts[0] for call in sent] == [True, True, False]
-
-
-async def test_an_engine_that_fails_anyway_is_asked_three_times_and_no_more(
-    launch: Launch, backed: Backed, url: str
-) -> None:
-    async with caching(launch, backed, url) as fleet:
-        fleet.d.chat = refuses(500, "Internal server error")
-        status, reply = await fleet.chat(request(image()))
-
-        assert (status, reply["error"]["message"]) == (500, "Internal server error")
-        assert len(fleet.d.calls) == 3
 
 
 async def test_an_error_other_than_a_lost_entry_is_not_retried(
@@ -495,30 +456,6 @@ async def test_a_hit_beside_a_video_is_sent_raw_and_not_encoded_again(
 # Single flight
 
 
-async def test_the_first_client_may_leave_and_the_others_are_served(
-    launch: Launch, backed: Backed, url: str, joined: list[object]
-) -> None:
-    go = asyncio.Event()
-
-    async def waits(asked: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        await go.wait()
-        return await backed.encodes(asked, body)
-
-    async with caching(launch, backed, url) as fleet:
-        fleet.e.chat = waits
-        first = asyncio.create_task(items_of(fleet, request(image())))
-        await until(lambda: encoded(fleet) == 1)
-        second = asyncio.create_task(items_of(fleet, request(image())))
-        await until(lambda: len(joined) == 2)
-        first.cancel()
-        await until(lambda: fleet.events.requests)
-        go.set()
-
-        assert await second == {"hit": 1}
-        assert encoded(fleet) == 1
-        assert fleet.e.aborted == 0
-
-
 async def test_an_abandoned_encode_is_cancelled(
     launch: Launch, backed: Backed, url: str, joined: list[object]
 ) -> None:
@@ -536,26 +473,6 @@ async def test_an_abandoned_encode_is_cancelled(
         assert await items_of(fleet, request(image())) == {"encoded": 1}
 
 
-async def test_a_waiter_retries_an_encode_that_failed(
-    launch: Launch, backed: Backed, url: str
-) -> None:
-    async with caching(launch, backed, url, on_encode_failure="fail") as fleet:
-
-        async def fails_once(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-            fleet.e.chat = backed.encodes
-            await asyncio.sleep(0.3)
-            return await refuses(503, "busy")(request, body)
-
-        fleet.e.chat = fails_once
-        first = asyncio.create_task(fleet.chat(request(image())))
-        await until(lambda: encoded(fleet) == 1)
-        others = [asyncio.create_task(fleet.chat(request(image()))) for _ in range(4)]
-
-        assert (await first)[0] == 503
-        assert {status for status, _ in await asyncio.gather(*others)} == {200}
-        assert encoded(fleet) == 2
-
-
 # Choice of the encode instance, and its failures
 
 
@@ -571,25 +488,6 @@ async def test_a_picture_goes_to_the_same_instance_again(launch: Launch) -> None
         assert sum(map(bool, uuids)) > 1
 
 
-async def test_one_picture_does_not_overload_its_instance(launch: Launch) -> None:
-    """With other processor options the picture is another output with the same routing key."""
-    async with launch(encode=2, trust_request_mm_kwargs=True) as fleet:
-        for instance in fleet.encode:
-            instance.chat = hangs
-        clients = [
-            asyncio.create_task(
-                fleet.chat(request(image(), mm_processor_kwargs={"max_pixels": number}))
-            )
-            for number in range(16)
-        ]
-        await until(lambda: encoded(fleet) == 16)
-        calls = [len(one.calls) for one in fleet.encode]
-        for client in clients:
-            client.cancel()
-
-        assert max(calls) <= 11
-
-
 async def test_an_item_is_sent_to_three_instances_at_most(launch: Launch) -> None:
     async with launch(encode=5, on_encode_failure="fail") as fleet:
         for instance in fleet.encode:
@@ -598,22 +496,6 @@ async def test_an_item_is_sent_to_three_instances_at_most(launch: Launch) -> Non
 
         assert status == 502
         assert encoded(fleet) == 3
-
-
-async def test_an_item_that_cannot_be_encoded_is_sent_raw(
-    launch: Launch, backed: Backed, url: str
-) -> None:
-    """Row 11: decode encodes the item itself and finds the others by their keys."""
-    async with caching(launch, backed, url) as fleet:
-        good, bad = image(b"good"), image(b"bad")
-        await items_of(fleet, request(good))
-        await asyncio.gather(*backed.writes)
-        fleet.e.chat = refuses(500)
-
-        assert await items_of(fleet, request(good, bad)) == {"hit": 1, "local": 1}
-        assert media_types(fleet.d)[1] == ["image_url", "image_url"]
-        assert fleet.d.calls[1].parts[0]["uuid"] == fleet.d.calls[0].parts[0]["uuid"]
-        assert fleet.events.requests[-1].items == {"hit": 1, "local": 1}
 
 
 async def test_an_encode_without_an_entry_blocks_no_other_request(
@@ -743,16 +625,6 @@ async def test_an_abandoned_renewal_does_not_release_a_claim_in_use(
         await asyncio.sleep(1.5)
 
     assert len(released) == 1
-
-
-@pytest.mark.parametrize("model", [[], {}, 7, True])
-async def test_an_invalid_model_name_is_a_400(
-    launch: Launch, backed: Backed, url: str, model: object
-) -> None:
-    async with caching(launch, backed, url) as fleet:
-        status, reply = await fleet.chat(request(image(), model=model))
-
-        assert (status, reply["error"]["param"]) == (400, "model")
 
 
 async def test_sources_of_items_are_counted_and_logged(

@@ -2,12 +2,10 @@
 
 import asyncio
 import json
-from typing import Any
 
 import pytest
 
 from epd.api.endpoints import ENDPOINTS
-from epd.server.app import openapi_document
 from tests.proxy.endpoints import (
     URL,
     WITH_MEDIA,
@@ -117,18 +115,6 @@ async def test_media_that_are_passed_on_go_raw_and_under_our_key(fleet: Fleet, p
     assert fleet.events.requests[0].items == {}
 
 
-@with_media
-async def test_openapi_states_the_headers_about_media(fleet: Fleet, path: str) -> None:
-    operation = json.loads(openapi_document())["paths"][path]["post"]
-    async with fleet.http.post(fleet.url + path, json=WITH_MEDIA[path](URL)) as reply:
-        assert reply.status == 200
-        sent = {name.lower() for name in reply.headers}
-
-    about_media = {"x-epd-items", "x-epd-media"}
-    assert sent & about_media
-    assert operation["responses"]["200"]["headers"].keys() & about_media == sent & about_media
-
-
 @pytest.mark.security("S9")
 @with_media
 @pytest.mark.parametrize(
@@ -185,28 +171,6 @@ async def test_no_endpoint_takes_kwargs_that_are_not_trusted(fleet: Fleet, path:
     await ask(fleet, path, body)
 
     assert all("mm_processor_kwargs" not in call.body for call in [*fleet.e.calls, *fleet.d.calls])
-
-
-@pytest.mark.parametrize(
-    "part",
-    [
-        {"image_url": URL},
-        {"image_url": {"url": URL}, "uuid": "theirs"},
-        {"type": "input_image", "image_url": URL, "uuid": "theirs"},
-    ],
-)
-async def test_a_picture_of_a_chat_is_encoded_in_every_spelling_of_vllms(
-    fleet: Fleet, part: dict[str, Any]
-) -> None:
-    status, _ = await ask(fleet, "/v1/chat/completions", chat(part))
-
-    assert status == 200
-    [encode], [prefill], [decode] = fleet.e.calls, fleet.p.calls, fleet.d.calls
-    [sent] = encode.parts
-    assert (sent["type"], sent["image_url"]) == ("image_url", {"url": URL})
-    for call in (prefill, decode):
-        assert [one["type"] for one in call.parts] == ["image_embeds"]
-        assert "theirs" not in json.dumps(call.body)
 
 
 @pytest.mark.security("S9")

@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from aiohttp import web
 
 from epd.routing.instances import Role
 from epd.tools.up.ports import free_ports
 from tests.requests import image, request, text
-from tests.support.fake_instance import FakeInstance, decodes, encodes, refuses
+from tests.support.fake_instance import FakeInstance, after, decodes, refuses
 from tests.support.fleet import Fleet, Launch, until
 from tests.support.registration import (
     HANDLERS,
@@ -148,22 +147,6 @@ async def test_calls_of_vllms_example_get_its_answers(launch: Launch) -> None:
             assert (await unregister(fleet, "http://e0:8000", headers))[0] == 403
 
 
-@pytest.mark.parametrize("split", [Role.PREFILL, Role.DECODE])
-@pytest.mark.parametrize("combined_first", [False, True])
-async def test_topologies_are_not_mixed(launch: Launch, split: Role, combined_first: bool) -> None:
-    roles = [Role.PREFILL_DECODE, split] if combined_first else [split, Role.PREFILL_DECODE]
-    first, second = (
-        {"role": role, "url": f"http://127.0.0.{number}:9"} for number, role in enumerate(roles, 1)
-    )
-    async with empty(launch) as fleet:
-        assert (await register(fleet, first))[0] == 200
-        status, said = await register(fleet, second)
-        assert status == 409
-        assert first["url"] in said["error"]["message"]
-        assert await unregister(fleet, first["url"]) == (200, {"removed": True})
-        assert (await register(fleet, second))[0] == 200
-
-
 async def test_a_role_is_changed_by_taking_the_registration_back(launch: Launch) -> None:
     async with empty(launch) as fleet:
         assert (await register(fleet, {"role": "encode", "url": "http://x:1"}))[0] == 200
@@ -235,27 +218,6 @@ async def test_a_configured_instance_stays_when_its_registration_is_removed(
         assert (await listing(fleet))["encode"]["live"] == [fleet.e.url]
 
 
-async def test_a_redirect_of_an_instance_is_not_followed(launch: Launch) -> None:
-    elsewhere = FakeInstance(encodes)
-
-    async def redirects(_: web.Request, __: dict[str, Any]) -> web.Response:
-        location = {"Location": f"{elsewhere.url}/v1/chat/completions"}
-        return web.Response(status=307, headers=location)
-
-    async with (
-        elsewhere.running(),
-        empty(launch) as fleet,
-        taking_part(fleet, Role.PREFILL_DECODE),
-        taking_part(fleet, Role.ENCODE) as encode,
-    ):
-        encode.chat = redirects
-        status, _ = await fleet.chat(request(image(), text()))
-
-        assert status == 200
-        assert encode.calls
-        assert elsewhere.calls == []
-
-
 async def test_ranks_are_named_only_to_the_consumer(launch: Launch) -> None:
     async with (
         empty(launch) as fleet,
@@ -287,15 +249,11 @@ async def test_a_removed_instance_completes_its_requests_and_gets_no_more(
 ) -> None:
     go = asyncio.Event()
 
-    async def waits(web_request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        await go.wait()
-        return await decodes(web_request, body)
-
     async with (
         empty(launch) as fleet,
         taking_part(fleet, Role.PREFILL_DECODE) as leaving,
     ):
-        leaving.chat = waits
+        leaving.chat = after(go, decodes)
         running = asyncio.create_task(fleet.chat(request(text())))
         await until(lambda: leaving.calls)
         async with taking_part(fleet, Role.PREFILL_DECODE) as staying:
@@ -314,7 +272,7 @@ async def test_a_removed_instance_completes_its_requests_and_gets_no_more(
 
 async def test_an_unhealthy_instance_is_listed_as_evicted_until_it_recovers(launch: Launch) -> None:
     async with (
-        empty(launch, probe_interval_s=0.05, probe_backoff_s=0.05) as fleet,
+        empty(launch, probe_interval_s=0.05) as fleet,
         taking_part(fleet, Role.ENCODE) as encode,
     ):
         encode.healthy = False

@@ -64,12 +64,7 @@ def test_several_instances_may_have_none() -> None:
             },
             "'tcp://d:5' is named twice",
         ),
-        ({"kv_transfer": "nixl", "prefill_kv_addrs": "p1:9,p2:9"}, "nixl does not use a kv_addr"),
         ({"kv_transfer": "mooncake", "prefill_kv_addrs": "p1:9,p2 9"}, "http://p2:1"),
-        (
-            {"kv_transfer": "lmcache", "decode_kv_addrs": "d:1"},
-            "is not an address such as host:port:port",
-        ),
         (
             {"kv_transfer": "lmcache", "decode_kv_addrs": "nonsense"},
             "http://d:1: --decode-kv-addrs: 'nonsense' is not an address such as host:port:port",
@@ -79,7 +74,6 @@ def test_several_instances_may_have_none() -> None:
             "http://p1:1: --prefill-kv-addrs: nixl does not use",
         ),
         ({"kv_transfer": "nothing"}, "kv-transfer"),
-        ({"kv_transfer": "p2p-nccl"}, "kv-transfer"),
     ],
 )
 def test_addresses_that_do_not_fit_the_transfer_are_rejected_at_the_start(

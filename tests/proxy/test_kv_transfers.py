@@ -6,45 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.requests import image, request, text
+from tests.requests import request, text
 from tests.support.fleet import Launch
-from tests.support.strict_instance import WIRES, strict
-
-REQUESTS: dict[str, dict[str, Any]] = {
-    "whole": {"max_tokens": 5, "min_tokens": 2},
-    "stream": {"stream": True, "stream_options": {"include_usage": True}},
-    "other limit": {"max_completion_tokens": 7, "stream": True},
-}
-transfers = pytest.mark.parametrize("transfer", WIRES)
-
-
-@transfers
-@pytest.mark.parametrize("fields", REQUESTS.values(), ids=REQUESTS)
-async def test_decode_gets_the_kv_transfer_params_of_prefill(
-    launch: Launch, transfer: str, fields: dict[str, Any]
-) -> None:
-    async with strict(launch, transfer, prefill=2, decode=3) as (fleet, wire):
-        for number in range(7):
-            async with fleet.post(request(text(str(number)), image(), **fields)) as reply:
-                assert reply.status == 200, await reply.text()
-                assert await reply.read()
-                assert "x-epd-degraded" not in reply.headers
-
-        assert wire.fetched == 7
-        assert all(len(one.calls) >= 2 for one in (*fleet.prefill, *fleet.decode))
-
-
-@transfers
-async def test_completions_take_the_same_way(launch: Launch, transfer: str) -> None:
-    body = {"model": "m", "prompt": "Hello", "max_tokens": 4}
-    async with strict(launch, transfer, prefill=2, decode=2) as (fleet, wire):
-        for stream in (True, False):
-            url = f"{fleet.url}/v1/completions"
-            async with fleet.http.post(url, json=body | {"stream": stream}) as reply:
-                assert reply.status == 200, await reply.text()
-                await reply.read()
-
-        assert wire.fetched == 2
+from tests.support.strict_instance import strict
 
 
 async def test_a_push_is_in_turn_until_the_prefill_instance_is_known(launch: Launch) -> None:

@@ -502,16 +502,6 @@ async def test_an_instances_word_on_a_key_is_remembered_and_its_refusal_is_not(
         assert fleet.d.other_calls.count("GET /v1/models") == 4
 
 
-async def test_instances_that_need_no_key_accept_every_client(
-    launch: Launch, backed: Backed, url: str
-) -> None:
-    async with caching(launch, backed, url) as fleet:
-        assert (await push(fleet, image(b"cat", uuid="cat")))[0] == 200
-        await settled(backed)
-        assert (await forget(fleet, "cat"))[0] == 200
-        assert (await fleet.chat(request(named("cat"), model="m")))[0] == 404
-
-
 async def test_with_keys_of_the_proxys_own_no_instance_is_asked(
     launch: Launch, backed: Backed, url: str, keys: Path
 ) -> None:

@@ -23,16 +23,17 @@ from tests.support.fake_instance import (
     STREAM,
     FakeInstance,
     Handler,
+    after,
     decodes,
     drops,
     fails_first,
     hangs,
     refuses,
+    streams_then,
 )
 from tests.support.fleet import Fleet, Launch, until
 from tests.support.redis_server import RedisServer
 from tests.support.relay import Relay, Way
-from tests.support.workers import START_S, some_workers
 
 CHAT = "/v1/chat/completions"
 PICTURE = image(b"the picture")
@@ -44,10 +45,8 @@ UNFORESEEN = (
     "epd_saved_encode_seconds",
     "epd_store_bytes",
     "epd_inter_chunk",
-    "epd_items_hit_ratio",
 )
-"""Metrics that depend on times, on the store's format, on the chunks of a stream, or on all
-items."""
+"""Metrics that depend on times, on the store's format, or on the chunks of a stream."""
 BESIDE = {"lease", "release", "namespaces"}
 """Operations of the store that run in the background."""
 
@@ -171,13 +170,7 @@ async def leaves(fleet: Fleet, role: str, *parts: Any) -> None:
 
 
 async def leaves_its_stream(fleet: Fleet) -> None:
-    async def begins(asked: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(asked)
-        await response.write(STREAM[0])
-        return await hangs(asked, body)
-
-    usual, fleet.d.chat = fleet.d.chat, begins
+    usual, fleet.d.chat = fleet.d.chat, streams_then(STREAM[0], then=hangs)
     async with fleet.post(request(text(), stream=True)) as reply:
         await reply.content.readany()
         reply.close()
@@ -189,11 +182,7 @@ async def leaves_its_wait_for_another(fleet: Fleet) -> None:
     """Send two requests with one picture; the second leaves while the first encodes it."""
     go_on, usual = asyncio.Event(), fleet.e.chat
 
-    async def slowly(asked: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        await go_on.wait()
-        return await usual(asked, body)
-
-    fleet.e.chat = slowly
+    fleet.e.chat = after(go_on, usual)
     encodes, looks = len(fleet.e.calls), len(fleet.events.stages)
     first = asyncio.create_task(answer(fleet, TWICE))
     await until(lambda: len(fleet.e.calls) > encodes)
@@ -484,41 +473,3 @@ async def test_the_page_has_the_requested_format(
     assert named("epd_build_info", version=__version__) in {
         named(sample.name, **sample.labels) for family in families for sample in family.samples
     }
-
-
-async def test_workers_figures_add_up(backed: Backed, url: str) -> None:
-    encode, decode = FakeInstance(backed.encodes), FakeInstance(decodes)
-    async with encode.running(), decode.running(), aiohttp.ClientSession() as http:
-        flags = ["--encode-servers-urls", encode.url, "--decode-servers-urls", decode.url]
-        async with some_workers(2, *flags, "--ec-store", url) as workers:
-            for number in range(24):
-                body = request(image(b"%d" % (number % 3)), text(), stream=number % 2 == 0)
-                async with (
-                    aiohttp.ClientSession() as apart,
-                    apart.post(workers.url + CHAT, json=body) as reply,
-                ):
-                    assert reply.status == 200
-                    await reply.read()
-                await asyncio.gather(*backed.writes)
-            served = {line["worker"] for line in workers.logged("request", path=CHAT)}
-            found: Page = {}
-            with suppress(TimeoutError):
-                async with asyncio.timeout(START_S):
-                    while total(found, "epd_requests_total{") < 24:
-                        found = await page(workers.url, http)
-
-    assert served == {1, 2}
-    assert total(found, "epd_time_to_first_token_seconds_count") == 24
-    assert total(found, "epd_items_total") == 24
-    assert total(found, "epd_items_total", "result=encoded") == len(encode.calls)
-    assert found[named("epd_items_hit_ratio", model_name="m")] == 1 - len(encode.calls) / 24
-    assert 0 < len(encode.calls) < 24
-    assert total(found, "epd_stage_seconds_count", "stage=decode") == 24
-    for instance, role in ((encode.url, "encode"), (decode.url, "prefill_decode")):
-        assert found[named("epd_instance_up", role=role, instance=instance)] == 1
-    assert found[named("epd_build_info", version=__version__)] == 1
-    assert found[named("epd_config_last_reload_success")] == 1
-
-
-def total(found: Page, name: str, label: str = "") -> float:
-    return sum(found[one] for one in found if one.startswith(name) and label in one)

@@ -31,11 +31,6 @@ class Says:
         return web.Response(text=f"# HELP\nvllm:ec_store_namespace_info{{{labels}}} 1.0\n")
 
 
-@pytest.fixture(autouse=True)
-def _asked_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("epd.routing.namespaces.INTERVAL_S", 0.05)
-
-
 @pytest.fixture
 def both(store: Store, tmp_path: Path) -> dict[str, Backed]:
     """Return the handlers of each namespace. The store has the new one registered for the model."""
@@ -56,7 +51,7 @@ async def updating(  # noqa: PLR0913 - a fleet
 ) -> AsyncIterator[Fleet]:
     """Run a fleet with old (`o`) and new (`n`) weights; each letter is an instance."""
     names = {"o": OLD, "n": NEW}
-    defaults = {"ec_store": url, "ec_store_budget_s": BUDGET_S, "load_interval_s": 60}
+    defaults = {"ec_store": url, "ec_store_budget_s": BUDGET_S, "load_interval_s": 0.05}
     numbers = {"encode": len(encode), "prefill": len(prefill), "decode": len(decode)}
     settings: dict[str, Any] = numbers | defaults | config
     async with launch(**settings) as fleet:
@@ -211,20 +206,6 @@ async def test_media_sent_ahead_are_found_in_every_namespace(
 
         assert reply.status == 200, said
         assert [one["result"] for one in said["data"]] == ["encoded"]
-
-
-async def test_instances_are_not_asked_where_nothing_depends_on_it(
-    launch: Launch, url: str, both: dict[str, Backed]
-) -> None:
-    page = Says(OLD)
-    async with launch(ec_store=url, load_interval_s=0) as fleet:
-        fleet.d.metrics = page
-        fleet.e.chat, fleet.d.chat = both[NEW].encodes, both[NEW].decodes
-        await items_of(fleet, request(text(), image()))
-        await asyncio.sleep(0.5)
-
-        assert page.asked == 0
-    await written(both)
 
 
 async def test_media_keep_the_proxys_keys_after_the_local_prefill_instance_left(

@@ -114,7 +114,6 @@ def settings_of(case: Case) -> dict[str, Any]:
         "encode_balance": balance,
         # No result depends on the speed of the machine.
         "conversation_budget_s": 30.0,
-        "connect_timeout_s": 30.0,
     }
     if balance != "affinity":
         settings |= {"prefill_balance": balance, "decode_balance": balance}

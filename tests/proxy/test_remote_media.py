@@ -10,7 +10,7 @@ from aiohttp import web
 
 from epd.server.app_keys import ADMISSION
 from tests.requests import data_url, image, request, text
-from tests.support.fake_instance import chunk, encodes_without_params, hangs
+from tests.support.fake_instance import chunk, encodes_without_params, hangs, streams_then
 from tests.support.fake_origin import ALLOWED, FakeOrigin
 from tests.support.fleet import Launch, until
 
@@ -53,20 +53,6 @@ async def test_instances_get_the_content_under_our_uuid(
         assert origin.url not in str(fleet.d.calls[0].body)
 
 
-async def test_a_picture_that_changed_behind_its_url_has_another_uuid(
-    launch: Launch, origin: FakeOrigin
-) -> None:
-    async with launch(**ALLOWED) as fleet:
-        for content in (b"one", b"one", b"two"):
-            origin.content = content
-            origin.headers["ETag"] = f'"{content.decode()}"'
-            await fleet.chat(request(image(origin.url)))
-
-        one, same, two = (call.parts[0]["uuid"] for call in fleet.e.calls)
-        assert one == same != two
-    assert origin.sent == 2
-
-
 async def test_a_request_with_one_url_many_times_is_one_download(
     launch: Launch, origin: FakeOrigin
 ) -> None:
@@ -92,17 +78,11 @@ async def test_files_stay_the_engines(
 async def test_fetched_media_are_counted_like_a_body_until_decode_has_answered(
     launch: Launch, origin: FakeOrigin
 ) -> None:
-    async def falls_silent(asked: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await stream.prepare(asked)
-        await stream.write(chunk("a"))
-        return await hangs(asked, body)
-
     origin.content = b"x" * 60_000  # 80,000 bytes as base64
     asked = request(image(origin.url), stream=True)
     async with launch(**ALLOWED, max_inflight_bytes=100_000, decode_media="raw") as fleet:
         assert (await fleet.chat(request(*[image(origin.url)] * 2)))[0] == 400  # can never fit
-        fleet.d.chat = falls_silent
+        fleet.d.chat = streams_then(chunk("a"), then=hangs)
         async with fleet.post(asked) as first, fleet.post(asked) as second:
             assert (first.status, second.status) == (200, 200)
         fleet.d.chat = hangs
@@ -280,18 +260,3 @@ async def test_all_media_of_a_request_are_no_larger_than_a_body_may_be(
         assert (await fleet.chat(request(*[image(origin.url)] * 3)))[0] == 200
         async with fleet.post(request(*[image(origin.url)] * 4)) as reply:
             assert (reply.status, reply.headers["x-epd-error"]) == (400, "media_too_large")
-
-
-async def test_a_client_that_leaves_ends_the_download(launch: Launch, origin: FakeOrigin) -> None:
-    async def answer(_: web.Request) -> web.Response:
-        await asyncio.sleep(60)
-        raise AssertionError("the request was not cancelled")
-
-    origin.answer = answer
-    async with launch(**ALLOWED) as fleet:
-        task = asyncio.create_task(fleet.chat(request(image(origin.url))))
-        await until(lambda: origin.requests)
-        task.cancel()
-
-        await until(lambda: origin.aborted == 1)
-        assert fleet.e.calls == []

@@ -23,7 +23,7 @@ async def test_every_route_is_answered_with_the_prefix_and_without_it(
         for path in (CHAT, under + CHAT):
             async with fleet.http.post(fleet.url + path, json=request(text())) as reply:
                 assert reply.status == 200
-        for path in ("/v1/models?a=b", "/instances", "/ui", "/ui/app.js", "/policies"):
+        for path in ("/v1/models?a=b", "/instances", "/ui", "/ui/app.js", "/ui/state"):
             async with fleet.http.get(fleet.url + under + path) as reply:
                 assert reply.status == 200
 
@@ -74,7 +74,7 @@ async def test_a_target_that_names_its_host_may_have_the_prefix(launch: Launch) 
 @pytest.mark.security("S3")
 async def test_the_prefix_opens_no_operators_route(launch: Launch, keys: Any) -> None:
     async with launch(root_path="/vllm", api_keys_file=keys, admin_api_key="k" * 16) as fleet:
-        for path in ("/metrics", "/v1/models", "/policies"):
+        for path in ("/metrics", "/v1/models", "/ui/state"):
             assert (await ask(fleet.url, f"GET /vllm{path} HTTP/1.1")).status == 401
 
 

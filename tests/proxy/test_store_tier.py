@@ -12,12 +12,17 @@ from typing import Any
 
 import pytest
 
-from ec_store import Store
 from ec_store.arena.store import ArenaStore
 from ec_store.arena.url import ArenaOptions
-from ec_store.errors import StoreUnavailable
 from tests.requests import image, request
-from tests.support.backed import NAMESPACE, Backed, caching, encoded, items_of, media_types
+from tests.support.backed import (
+    Backed,
+    caching,
+    encoded,
+    items_of,
+    media_types,
+    registered,
+)
 from tests.support.fleet import Fleet, Launch, until
 from tests.support.redis_server import RedisServer
 
@@ -68,21 +73,12 @@ def start_hosts(tmp_path: Path) -> Iterator[StartHosts]:
             hosts = [start_host(name, lookup_s, options) for name in "ab"]
             deadline_s = time.monotonic() + 60
             for host in hosts:
-                while not is_registered(host.backed.store):
+                while not registered(host.backed.store):
                     assert time.monotonic() < deadline_s, "a server has not started"
                     time.sleep(0.02)
             return hosts
 
         yield start_hosts
-
-
-def is_registered(store: Store) -> bool:
-    """Register the namespace; return whether the server has answered."""
-    try:
-        store.register_namespace("m", NAMESPACE)
-    except StoreUnavailable:
-        return False
-    return True
 
 
 @asynccontextmanager

@@ -19,12 +19,15 @@ from tests.requests import image, request, text
 from tests.support.backed import Backed, caching
 from tests.support.fake_instance import (
     FakeInstance,
+    after,
     chunk,
     decodes,
+    drops,
     encodes,
     fails_first,
     hangs,
     refuses,
+    streams_then,
 )
 from tests.support.fleet import Fleet, Launch, until
 from tests.support.programs import INSTANCES, called, serving
@@ -136,23 +139,6 @@ async def test_a_span_has_the_route_and_the_request_attributes(  # noqa: PLR0913
     assert children == {stage: urls[stage] for stage in stages}
 
 
-async def test_every_item_and_prefill_have_spans(launch: Launch, collector: Collector) -> None:
-    body = request(image(b"one"), text(), image(b"two"))
-    async with launch(encode=2, prefill=1, otlp_traces_endpoint=collector.url) as fleet:
-        await fleet.chat(body)
-        seen = {asked_by(one, k) for one in fleet.encode for k in range(len(one.calls))}
-
-    spans = collector.children(only(collector))
-    encodes_, [prefill, decode] = spans[:2], spans[2:]
-    assert {span.attributes["epd.item"] for span in encodes_} == {
-        "messages[0].content[0]",
-        "messages[0].content[2]",
-    }
-    assert seen == {span.id for span in encodes_}
-    assert asked_by(fleet.p) == prefill.id
-    assert asked_by(fleet.d) == decode.id
-
-
 async def test_a_clients_trace_is_continued(launch: Launch, collector: Collector) -> None:
     async with launch(otlp_traces_endpoint=collector.url) as fleet:
         async with fleet.post(PICTURE, CLIENTS) as reply:
@@ -233,11 +219,7 @@ async def test_a_wait_for_an_encode_has_a_link_to_its_span(
     async with launch(otlp_traces_endpoint=collector.url) as fleet:
         go_on = asyncio.Event()
 
-        async def slowly(*called: Any) -> Any:
-            await go_on.wait()
-            return await encodes(*called)
-
-        fleet.e.chat = slowly
+        fleet.e.chat = after(go_on, encodes)
         first = asyncio.create_task(fleet.chat(PICTURE))
         await until(lambda: fleet.e.open == 1)
         second = asyncio.create_task(fleet.chat(PICTURE))
@@ -363,15 +345,8 @@ async def test_a_streams_span_has_events_for_its_head_and_first_token(
 async def test_a_stream_that_breaks_is_decodes_error_and_the_requests(
     launch: Launch, collector: Collector
 ) -> None:
-    async def breaks(http: Any, _: Any) -> aiohttp.web.StreamResponse:
-        response = aiohttp.web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(http)
-        await response.write(chunk("a"))
-        http.transport.abort()
-        return response
-
     async with launch(otlp_traces_endpoint=collector.url) as fleet:
-        fleet.d.chat = breaks
+        fleet.d.chat = streams_then(chunk("a"), then=drops)
         async with fleet.post(request(text(), stream=True)) as reply:
             assert b"error" in await reply.read()
 

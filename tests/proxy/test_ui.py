@@ -26,7 +26,7 @@ from epd.server.operator_routes import METRICS
 from epd.server.page_routes import ASSETS
 from epd.shared_page import SharedPage
 from epd.tenants import key_line
-from epd.ui.dashboard import Board, Timing
+from epd.ui.dashboard import Board
 from tests.requests import image, request, text
 from tests.support.clients import ALICE, bearer
 from tests.support.fake_instance import FakeInstance, decodes, encodes, refuses
@@ -170,12 +170,11 @@ async def test_the_state_is_built_at_most_twice_a_second(launch: Launch) -> None
 def board(fleet: Fleet, pages: list[SharedPage], index: int, **timing: float) -> Board:
     """Return the board of a proxy as one of several workers."""
     app = fleet.runner.app
-    made = Timing(**timing)
-    return Board(app[RECENT], app[TABLE], app[METRICS], None, pages, index, timing=made)
+    return Board(app[RECENT], app[TABLE], app[METRICS], None, pages, index, **timing)
 
 
 async def test_a_board_is_written_only_while_it_is_read(launch: Launch) -> None:
-    soon = {"write_s": 0.001, "poll_s": 0.001}
+    soon = {"write_s": 0.001, "poll_s": 0.05}
     with closing(SharedPage.new_page()) as first, closing(SharedPage.new_page()) as second:
         async with launch() as here, launch() as there:
             pages = [first, second]
@@ -205,7 +204,7 @@ async def test_a_board_is_written_only_while_it_is_read(launch: Launch) -> None:
 async def test_the_state_of_all_workers_does_not_wait_for_a_silent_one(launch: Launch) -> None:
     with closing(SharedPage.new_page()) as first, closing(SharedPage.new_page()) as second:
         async with launch() as here:
-            body = await board(here, [first, second], 0, awake_s=0.05).document()
+            body = await board(here, [first, second], 0).document()
 
     assert json.loads(body)["workers"] == 1
 

@@ -133,12 +133,3 @@ async def test_usage_in_an_answer_that_is_too_large_to_be_held_is_that_of_prefil
         said = json.loads(await answer(fleet, path, stream=False))
 
     assert said == {**before, **written(path, 256), **after}
-
-
-async def test_arguments_of_tools_are_not_changed(launch: Launch) -> None:
-    async with launch(prefill=1) as fleet:
-        fleet.p.chat, fleet.d.chat = prefilling(256), decoding
-        said = json.loads(await answer(fleet, MESSAGES, stream=False))
-
-    assert said["content"][0]["input"] == {"usage": {"input_tokens": 1}}
-    assert said["usage"] == usage(MESSAGES, 256)

@@ -4,11 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
 
 from tests.requests import Part, image, input_audio, request, text, video
-from tests.support.fake_instance import KV_PARAMS, OTHER_REPLIES, REPLY, STREAM, refuses
-from tests.support.fleet import Fleet, Launch
+from tests.support.fake_instance import KV_PARAMS, REPLY, STREAM, refuses
+from tests.support.fleet import Launch
 
 topologies = pytest.mark.parametrize("prefill", [0, 1], ids=["d", "pd"])
 MEDIA = (image(b"1"), image(b"2"), input_audio(), video())
@@ -115,87 +114,6 @@ async def test_encode_instances_that_come_by_a_file_are_waited_for(
         assert fleet.events.requests[0].degraded == {"encode-local"}
 
 
-USAGE = {
-    "prompt_tokens": 7,
-    "total_tokens": 9,
-    "completion_tokens": 2,
-    "prompt_tokens_details": {"cached_tokens": 3},
-}
-LOGPROB = {"token": "a", "logprob": -0.5, "bytes": [97], "top_logprobs": []}
-WHOLE: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": REPLY
-    | {
-        "choices": [
-            {
-                "index": 0,
-                "message": {
-                    "role": "assistant",
-                    "content": None,
-                    "reasoning": "because",
-                    "refusal": None,
-                    "tool_calls": [
-                        {
-                            "id": "call",
-                            "type": "function",
-                            "function": {"name": "f", "arguments": '{"a": 1}'},
-                        }
-                    ],
-                },
-                "logprobs": {"content": [LOGPROB]},
-                "finish_reason": "tool_calls",
-                "stop_reason": 7,
-                "token_ids": [1, 2],
-            }
-        ],
-        "usage": USAGE,
-        "service_tier": None,
-        "system_fingerprint": "f",
-        "prompt_token_ids": [3, 4],
-    },
-    "/v1/completions": OTHER_REPLIES["/v1/completions"]
-    | {
-        "choices": [
-            {
-                "index": 0,
-                "text": "aé",
-                "logprobs": {
-                    "text_offset": [0],
-                    "token_logprobs": [-0.5],
-                    "tokens": ["a"],
-                    "top_logprobs": [{"a": -0.5}],
-                },
-                "finish_reason": "length",
-                "stop_reason": None,
-                "token_ids": [1, 2],
-            }
-        ],
-        "usage": USAGE,
-        "system_fingerprint": "f",
-    },
-}
-"""Answers that contain every field of vLLM's."""
-
-
-async def replies(fleet: Fleet, path: str, **fields: Any) -> Any:
-    asked = request(text()) if "chat" in path else {"model": "m", "prompt": "hi"}
-    async with fleet.http.post(fleet.url + path, json=asked | fields) as reply:
-        assert reply.status == 200
-        return await reply.json()
-
-
-@pytest.mark.parametrize("path", WHOLE)
-@pytest.mark.parametrize("encode", [0, 1])
-async def test_a_whole_answer_keeps_every_field(launch: Launch, path: str, encode: int) -> None:
-    async def decodes(_: web.Request, __: dict[str, Any]) -> web.Response:
-        return web.json_response(WHOLE[path])
-
-    async with launch(encode=encode, prefill=1) as fleet:
-        fleet.d.chat = decodes
-
-        assert await replies(fleet, path, logprobs=1) == WHOLE[path]
-        assert len(fleet.p.calls) == 1
-
-
 @pytest.mark.parametrize("prompt", ["hi", [1, 2], ["hi"], [[1, 2]]])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_completion_is_prefilled_and_decoded(
@@ -224,17 +142,3 @@ async def test_a_completion_is_prefilled_and_decoded(
         kept = {k: v for k, v in fields.items() if k not in {"min_tokens", "stream_options"}}
         prefill.body.pop("kv_transfer_params")
         assert prefill.body == {"model": "m", **kept, **changed}
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [{"prompt": ["a", "b"]}, {"prompt": "a", "n": 2}, {"prompt": "a", "echo": True, "logprobs": 1}],
-)
-async def test_a_completion_with_several_prompts_or_prompt_logprobs_is_not_prefilled(
-    launch: Launch, fields: dict[str, Any]
-) -> None:
-    async with launch(encode=0, prefill=1) as fleet:
-        await replies(fleet, "/v1/completions", **fields)
-
-        assert fleet.p.calls == []
-        assert fleet.d.calls[0].body == {"model": "m", **fields}

@@ -4,23 +4,18 @@ import asyncio
 import os
 import shutil
 import signal
-from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import pytest
-from aiohttp import web
 
 from tests.requests import request, text
-from tests.support.backed import Backed
 from tests.support.clients import ALICE, BOB, bearer
-from tests.support.fake_instance import FakeInstance, decodes, encodes, hangs
+from tests.support.fake_instance import FakeInstance, after, decodes, encodes, hangs
 from tests.support.fleet import until
 from tests.support.programs import INSTANCES, refuses_connections, run, serving
-from tests.support.workers import START_S, Workers, ask, some_workers, status
+from tests.support.workers import START_S, Workers, some_workers, status
 
 pytestmark = pytest.mark.full
 
@@ -44,11 +39,7 @@ async def test_requests_are_spread_over_the_workers() -> None:
 async def test_sigterm_lets_running_requests_end(everyone: bool) -> None:
     go = asyncio.Event()
 
-    async def waits(web_request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        await go.wait()
-        return await decodes(web_request, body)
-
-    encode, decode = FakeInstance(encodes), FakeInstance(waits)
+    encode, decode = FakeInstance(encodes), FakeInstance(after(go, decodes))
     async with encode.running(), decode.running(), aiohttp.ClientSession() as http:
         flags = ["--encode-servers-urls", encode.url, "--decode-servers-urls", decode.url]
         async with two_workers(*flags) as workers:
@@ -63,29 +54,6 @@ async def test_sigterm_lets_running_requests_end(everyone: bool) -> None:
             assert (await task).status == 200
             assert await workers.ended() == 0
             await workers.gone()
-    assert workers.rest == ""
-
-
-@pytest.mark.fault(62)
-async def test_a_second_signal_ends_all_at_once() -> None:
-    encode, decode = FakeInstance(encodes), FakeInstance(hangs)
-    async with encode.running(), decode.running(), aiohttp.ClientSession() as http:
-        flags = ["--encode-servers-urls", encode.url, "--decode-servers-urls", decode.url]
-        async with two_workers(*flags) as workers:
-            chat = http.post(f"{workers.url}/v1/chat/completions", json=request(text()))
-            task = asyncio.ensure_future(chat)
-            await until(lambda: decode.calls)
-            workers.process.send_signal(signal.SIGINT)
-            await until(lambda: refuses_connections(workers.url))
-            assert decode.aborted == 0
-            workers.process.send_signal(signal.SIGINT)
-
-            assert await workers.ended() == 0
-            await until(lambda: decode.aborted)
-            await until(lambda: workers.logged("request", status=499))
-            await workers.gone()
-            with pytest.raises(aiohttp.ClientError):
-                await task
     assert workers.rest == ""
 
 
@@ -166,34 +134,6 @@ async def test_each_address_of_a_host_is_served() -> None:
         assert await status(f"http://localhost:{port}") == 404
 
 
-async def test_two_proxies_of_two_workers_encode_a_new_picture_once(
-    backed: Backed, url: str
-) -> None:
-    backed.encode_s, backed.write_s = 0.5, 0.2
-    encode, decode = FakeInstance(backed.encodes), FakeInstance(backed.decodes)
-    flags = ["--ec-store", url, "--ec-store-budget-s", "5"]
-    async with AsyncExitStack() as stack:
-        for instance in (encode, decode):
-            await stack.enter_async_context(instance.running())
-        flags += ["--encode-servers-urls", encode.url, "--decode-servers-urls", decode.url]
-        proxies = [await stack.enter_async_context(two_workers(*flags)) for _ in range(2)]
-        replies = await asyncio.gather(*(ask(proxy.url) for proxy in proxies for _ in range(32)))
-        for proxy in proxies:
-            await until(lambda proxy=proxy: len(proxy.logged("request")) == 32)  # type: ignore[misc]
-        served = {
-            (number, line["worker"])
-            for number, proxy in enumerate(proxies)
-            for line in proxy.logged("request")
-        }
-        await asyncio.gather(*backed.writes)
-
-    assert [status for status, _ in replies] == [200] * 64
-    assert len(served) == 4
-    assert len(encode.calls) == 1
-    items = Counter(items for _, items in replies)
-    assert items == {"hit=0,encoded=1,local=0": 1, "hit=1,encoded=0,local=0": 63}
-
-
 def chats(url: str, count: int, key: str) -> list[asyncio.Task[int]]:
     """Begin requests of a tenant, each on a connection of its own; return their statuses."""
 
@@ -207,19 +147,13 @@ def chats(url: str, count: int, key: str) -> list[asyncio.Task[int]]:
     return [asyncio.create_task(chat()) for _ in range(count)]
 
 
-@asynccontextmanager
-async def limited(decode: FakeInstance, keys: Path, *limits: str) -> AsyncIterator[Workers]:
-    """Run four workers with limits for tenants, and with one instance."""
-    async with decode.running():
-        flags = ["--encode-servers-urls", decode.url, "--decode-servers-urls", decode.url]
-        async with some_workers(4, *flags, "--api-keys-file", str(keys), *limits) as workers:
-            yield workers
-
-
 async def test_a_tenant_gets_its_whole_limit_over_all_workers(keys: Path) -> None:
     """A share per worker would be one request, and the connections are not spread evenly."""
     decode = FakeInstance(hangs)
-    async with limited(decode, keys, "--tenant-max-requests", "4") as workers:
+    async with decode.running(), AsyncExitStack() as stack:
+        urls = ["--encode-servers-urls", decode.url, "--decode-servers-urls", decode.url]
+        limits = ["--api-keys-file", str(keys), "--tenant-max-requests", "4"]
+        workers = await stack.enter_async_context(some_workers(4, *urls, *limits))
         running: list[asyncio.Task[int]] = []
         for number in range(1, 5):
             running += chats(workers.url, 1, ALICE)
@@ -244,16 +178,3 @@ async def test_a_tenant_gets_its_whole_limit_over_all_workers(keys: Path) -> Non
         assert await asyncio.gather(*chats(workers.url, 4, ALICE)) == [429] * 4
         for task in running:
             task.cancel()
-
-
-async def test_a_tenant_has_one_rate_over_all_workers(keys: Path) -> None:
-    """The next token comes after 30 s, so that a slow machine gets no more of them."""
-    async with limited(FakeInstance(decodes), keys, "--tenant-requests-per-minute", "2") as workers:
-        statuses = [
-            status
-            for _ in range(24)
-            for status in await asyncio.gather(*chats(workers.url, 1, ALICE))
-        ]
-        assert await asyncio.gather(*chats(workers.url, 1, BOB)) == [200]
-
-    assert statuses == [200] * 2 + [429] * 22

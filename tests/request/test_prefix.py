@@ -37,6 +37,7 @@ from epd.routing.table import InstanceTable
 from epd.tenants import Scope, Tenant
 from epd.transfer.encoded import EncodedItem, OutputFacts
 from tests.requests import image, request, text
+from tests.support.clock import Clock
 
 CHAT = "/v1/chat/completions"
 CONFIG = epd.ProxyConfig(
@@ -236,13 +237,6 @@ def test_items_are_weighed_by_their_reported_tokens(metadata: dict[str, Any], to
     assert media_tokens(metadata) == tokens
     with_picture = prefix_of(request(image("http://x/a")), metadata=metadata)
     assert with_picture.tokens == pytest.approx(tokens or 1024, abs=10)
-
-
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def chain(*names: str, tokens: int = 10) -> Prefix:

@@ -9,16 +9,10 @@ from epd.request.quarantine import MAX_WAITING, Quarantine
 from epd.routing.fatal import FatalRequests
 from epd.routing.instances import Instance, Role
 from epd.routing.watched import MAX_TENANT_DEATHS, SAME_DEATH_S, Watched
+from tests.support.clock import Clock
 
 D = Instance(Role.DECODE, "http://d:1")
 POISON = 1
-
-
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def after_deaths() -> tuple[FatalRequests, Quarantine]:
@@ -28,7 +22,7 @@ def after_deaths() -> tuple[FatalRequests, Quarantine]:
     for number in range(MAX_TENANT_DEATHS):
         clock.now_s += 2 * SAME_DEATH_S
         watched = Watched("t", f"body {number}", kind=POISON)
-        fatal.after(UpstreamDied("it broke", stage="decode"), D, watched)
+        fatal.final_error(UpstreamDied("it broke", stage="decode"), D, watched)
     return fatal, Quarantine(fatal)
 
 

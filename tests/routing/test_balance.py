@@ -110,12 +110,6 @@ def test_the_picked_instance_has_the_least_load_for_its_weight(
     assert all(picked.value / picked.share <= load.value / load.share for load in loads)
 
 
-def test_equally_loaded_instances_are_picked_in_turn() -> None:
-    balance, loads = LeastLoad(), loads_of((2, 1), (1, 1), (1, 1))
-
-    assert {loads.index(balance.pick_load(loads)) for _ in range(4)} == {1, 2}
-
-
 @pytest.mark.parametrize("balance", [LeastLoad(), drawing(1), RoundRobin()])
 def test_requests_are_spread_by_weight(balance: LeastLoad | PowerOfTwo | RoundRobin) -> None:
     busy, resting, had = idle(*WEIGHTS), idle(*WEIGHTS), Counter[int]()

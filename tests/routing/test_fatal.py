@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd.errors import SuspectedFatal, UpstreamDied
-from epd.routing.fatal import MAX_SUSPECTS, FatalRequests, fingerprint
+from epd.routing.fatal import ANSWERS_PER_DEATH, MAX_SUSPECTS, FatalRequests, fingerprint
 from epd.routing.instances import Instance, Role
-from epd.routing.tenant_deaths import ANSWERS_PER_DEATH
 from epd.routing.watched import MAX_TENANT_DEATHS, SAME_DEATH_S, Watched
 
 ONE, OTHER, THIRD = (Instance(Role.DECODE, f"http://d{number}:1") for number in range(3))
@@ -30,7 +29,7 @@ class Deaths:
         """Record a death; return whether the request is rejected from now on."""
         error = UpstreamDied("it broke", slug="decode_failed", stage="decode")
         return isinstance(
-            self.ledger.after(error, instance, Watched(tenant, body), items), SuspectedFatal
+            self.ledger.final_error(error, instance, Watched(tenant, body), items), SuspectedFatal
         )
 
     def rejected(self, *items: str, body: str = "b", tenant: str = "t") -> bool:
@@ -39,15 +38,6 @@ class Deaths:
         except SuspectedFatal:
             return True
         return False
-
-
-def test_two_deaths_reject_and_one_does_not() -> None:
-    deaths = Deaths()
-
-    assert not deaths.die(ONE)
-    assert not deaths.rejected()
-    assert deaths.die(OTHER)
-    assert deaths.rejected()
 
 
 def test_a_fatal_item_is_rejected_in_any_request() -> None:
@@ -103,27 +93,19 @@ def test_a_fatal_request_is_suspected_even_if_its_deaths_lie_far_apart() -> None
     deaths, watched = Deaths(), Watched("t", "b")
     error = UpstreamDied("it broke", slug="encode_failed", stage="encode")
 
-    assert deaths.ledger.after(error, ONE, watched) is error
+    assert deaths.ledger.final_error(error, ONE, watched) is error
     deaths.now_s += REJECT_S + 1
-    assert isinstance(deaths.ledger.after(error, OTHER, watched), SuspectedFatal)
+    assert isinstance(deaths.ledger.final_error(error, OTHER, watched), SuspectedFatal)
     assert not deaths.rejected()
-
-
-def test_an_instance_that_leaves_does_not_die() -> None:
-    deaths = Deaths(draining={ONE, OTHER})
-
-    assert not deaths.die(ONE)
-    assert not deaths.die(OTHER)
-    assert len(deaths.ledger) == 0
 
 
 def test_the_deaths_of_a_request_are_counted_over_its_stages() -> None:
     deaths, watched = Deaths(), Watched("t", "b")
     error = UpstreamDied("it broke", slug="encode_failed", stage="encode")
-    deaths.ledger.after(error, ONE, watched, ["cat"])
-    deaths.ledger.after(error, ONE, watched, ["dog"])  # the same death
+    deaths.ledger.final_error(error, ONE, watched, ["cat"])
+    deaths.ledger.final_error(error, ONE, watched, ["dog"])  # the same death
     assert not watched.is_spent
-    deaths.ledger.after(error, OTHER, watched, ["dog"])
+    deaths.ledger.final_error(error, OTHER, watched, ["dog"])
 
     assert watched.is_spent
     assert not deaths.rejected("cat", body="other")
@@ -195,7 +177,7 @@ def dies_varied(deaths: Deaths, times: int, every_s: float = 20.0) -> None:
     for number in range(times):
         deaths.now_s += every_s
         watched = Watched("t", f"body {number}", kind=POISON)
-        deaths.ledger.after(UpstreamDied("it broke", stage="decode"), ONE, watched)
+        deaths.ledger.final_error(UpstreamDied("it broke", stage="decode"), ONE, watched)
 
 
 def survives(deaths: Deaths, kind: int, times: int = 1) -> None:
@@ -219,7 +201,7 @@ def test_the_request_of_the_third_death_has_no_second_try() -> None:
     dies_varied(deaths, MAX_TENANT_DEATHS - 1)
     error = UpstreamDied("it broke", stage="decode")
 
-    assert isinstance(deaths.ledger.after(error, OTHER, watched), SuspectedFatal)
+    assert isinstance(deaths.ledger.final_error(error, OTHER, watched), SuspectedFatal)
     assert watched.is_spent
 
 
@@ -261,7 +243,7 @@ def test_a_host_that_ends_all_its_instances_puts_no_proven_kind_in_quarantine() 
     for number in range(8):
         watched = Watched("t", f"body {number}", kind=POISON)
         instance = Instance(Role.DECODE, f"http://d{number}:1")
-        deaths.ledger.after(UpstreamDied("it broke", stage="decode"), instance, watched)
+        deaths.ledger.final_error(UpstreamDied("it broke", stage="decode"), instance, watched)
         assert not watched.is_spent
 
     assert not in_quarantine(deaths)

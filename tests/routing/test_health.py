@@ -252,16 +252,6 @@ def test_an_instance_that_has_failed_returns_on_trial(one: Watched, failure: str
     assert one.state() is HealthState.TRIAL
 
 
-def test_failed_probes_are_sufficient_to_mark_an_instance_down(one: Watched) -> None:
-    for _ in range(2):
-        one.probe(well=False)
-        one.now_s += 5.0
-    assert one.state() is HealthState.HEALTHY
-
-    one.probe(well=False)
-    assert one.state() is HealthState.DOWN
-
-
 @pytest.mark.parametrize(
     ("met", "waits"),
     [

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from epd.routing.instances import Instance, Role
 from epd.routing.load import REPORT_TTL_INTERVALS, Load
 from epd.routing.reports import KVMoved, Report
-from epd.routing.table import InstanceTable
+from tests.support.clock import table_of
 
 INTERVAL_S = 1.0
 URL = "http://x:1"
@@ -136,16 +136,6 @@ def test_no_request_from_here_is_counted_twice_and_none_is_left_out(
     assert load.pressure == load.value / load.share
 
 
-def test_a_rank_that_begins_more_while_it_is_asked_is_not_counted_twice() -> None:
-    load = Load(URL, ranks=2)
-    load.report_due(0.0, INTERVAL_S)
-    load.begin_request(1)
-    load.record_report(report(2, {0: 1, 1: 1}), 0.0, INTERVAL_S)
-
-    # One each: rank 0's is from elsewhere.
-    assert [load.next_rank() for _ in range(4)] == [0, 1, 0, 1]
-
-
 @given(st.integers(1, 8), st.lists(st.booleans(), max_size=60))
 def test_ranks_are_loaded_evenly(count: int, steps: list[bool]) -> None:
     load, running = Load(URL, ranks=count), list[int]()
@@ -209,18 +199,6 @@ def test_ranks_use_the_proxys_own_counts_if_a_report_is_missing() -> None:
     load.record_report(report(50, {0: 50, 2: 0}), 0.0, INTERVAL_S)
 
     assert [load.next_rank() for _ in range(4)] == [0, 1, 0, 1]
-
-
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-def table_of(*instances: Instance) -> tuple[InstanceTable, Clock]:
-    clock = Clock()
-    return InstanceTable(instances, clock=clock), clock
 
 
 A, B = (Instance(Role.DECODE, f"http://{name}:1") for name in "ab")

@@ -9,58 +9,22 @@ from hypothesis import strategies as st
 from epd.errors import NoInstance, UpstreamUnreachable
 from epd.routing.balance import Choice
 from epd.routing.instances import Instance, Role
-from epd.routing.namespaces import INTERVAL_S, Namespaces
+from epd.routing.namespaces import Namespaces
 from epd.routing.reports import NAMESPACE, read_namespace, writes_outputs
-from epd.routing.table import InstanceTable
+from epd.routing.table import Candidate, InstanceTable
 
 E1, E2, E3 = (Instance(Role.ENCODE, f"http://e{n}") for n in (1, 2, 3))
 D1, D2 = (Instance(Role.PREFILL_DECODE, f"http://d{n}") for n in (1, 2))
 
 
-class Clock:
-    now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
+@pytest.fixture
+def table() -> InstanceTable:
+    return InstanceTable([E1, D1, D2])
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def table(clock: Clock) -> InstanceTable:
-    return InstanceTable([E1, D1, D2], clock=clock)
-
-
-@pytest.fixture
-def namespaces(table: InstanceTable, clock: Clock) -> Namespaces:
-    return Namespaces(table, clock)
-
-
-def test_instances_are_asked_at_once_and_then_at_intervals(
-    namespaces: Namespaces, clock: Clock
-) -> None:
-    assert namespaces.due_instances() == [E1, D1, D2]
-    assert namespaces.due_instances() == []
-    clock.now_s += INTERVAL_S - 0.1
-    assert namespaces.due_instances() == []
-    clock.now_s += 0.1
-    assert namespaces.due_instances() == [E1, D1, D2]
-
-
-def test_a_recovered_instance_is_polled_at_once(
-    namespaces: Namespaces, table: InstanceTable, clock: Clock
-) -> None:
-    namespaces.due_instances()
-    for _ in range(10):
-        table.record_probe(D1, well=False)
-    clock.now_s += 1
-    assert namespaces.due_instances() == []
-    for _ in range(10):
-        table.record_probe(D1, well=True)
-    assert namespaces.due_instances() == [D1]
+def namespaces(table: InstanceTable) -> Namespaces:
+    return Namespaces(table)
 
 
 def test_an_answer_that_does_not_come_changes_nothing(namespaces: Namespaces) -> None:
@@ -71,18 +35,13 @@ def test_an_answer_that_does_not_come_changes_nothing(namespaces: Namespaces) ->
     assert namespaces.namespace_of(D1) is None
 
 
-def test_remembered_namespaces_are_bounded_by_the_instances(
+def test_the_namespace_of_a_removed_instance_is_ignored(
     namespaces: Namespaces, table: InstanceTable
 ) -> None:
-    for number in range(100):
-        come = Instance(Role.ENCODE, f"http://come{number}")
-        table.add(come)
-        namespaces.due_instances()
-        namespaces.record_namespace(come, "a")
-        table.remove(come)
-        namespaces.record_namespace(come, "a")
-        namespaces.due_instances()
-        assert namespaces.namespace_of(come) is None
+    table.remove(D1)
+    namespaces.record_namespace(D1, "a")
+    namespaces.record_writes(D1, writes=True)
+    assert namespaces.namespace_of(D1) is None
 
 
 def test_an_instance_with_a_new_weight_keeps_its_namespace(namespaces: Namespaces) -> None:
@@ -188,11 +147,11 @@ def test_the_namespace_of_a_request_does_not_depend_on_the_number_of_consumers(
     namespaces, looks = Namespaces(table), list[str]()
     namespaces.record_namespace(consumers[0], "a")
 
-    def of(*_: Role) -> tuple[Instance, ...]:
+    def all_of(*_: Role) -> tuple[Candidate, ...]:
         looks.append("look")
         return ()
 
-    monkeypatch.setattr(table, "of_roles", of)
+    monkeypatch.setattr(table, "all", all_of)
     for _ in range(10):
         namespaces.of_consumers()
 
@@ -209,6 +168,8 @@ def test_an_instance_that_leaves_takes_its_namespace_along(
     table.remove(D2)
     assert namespaces.of_consumers() == {"a"}
     table.add(D2)
+    assert namespaces.of_consumers() == {"a"}
+    namespaces.record_namespace(D2, "b")
     assert namespaces.of_consumers() == {"a", "b"}
     namespaces.record_namespace(D2, "")
     assert namespaces.of_consumers() == {"a"}
@@ -235,7 +196,6 @@ def test_instance_that_leaves_is_not_known_to_write(
     for instance in (D1, D2):
         namespaces.record_writes(instance, writes=True)
     table.remove(D1)
-    namespaces.due_instances()
     table.add(D1)
 
     assert not namespaces.consumers_write()

@@ -68,13 +68,6 @@ async def test_the_last_failure_is_raised() -> None:
     assert len(calls) == 3
 
 
-async def test_hopeless_failures_are_not_retried() -> None:
-    calls: list[int] = []
-
-    with pytest.raises(UpstreamFailed, match="number 1"):
-        await run(Retries(), fails(1, calls), tries=3, again=lambda _: None)
-
-
 async def storm(loop: Retries, requests: int) -> tuple[int, int]:
     """Let all requests fail and retry together; return the peak of retries, and the successes."""
     failed, at_once_now, most, served = asyncio.Event(), 0, 0, 0
@@ -178,15 +171,6 @@ async def test_a_waiter_that_is_cancelled_with_its_place_releases_the_place() ->
 
     assert await budget.wait_admission(0.0)
     assert not await budget.wait_admission(0.0)
-
-
-async def test_a_waiter_without_patience_takes_only_a_free_place() -> None:
-    budget = Retries()
-    found = [await budget.wait_admission(0.0) for _ in range(retries.LEAST + 1)]
-
-    assert found == [True] * retries.LEAST + [False]
-    budget.release_place()
-    assert await budget.wait_admission(0.0)
 
 
 @pytest.mark.parametrize(

@@ -7,20 +7,9 @@ from epd.routing.balance import Choice
 from epd.routing.health import HealthState
 from epd.routing.instances import Instance, Role
 from epd.routing.table import InstanceTable
+from tests.support.clock import table_of
 
 A, B, C, D = (Instance(Role.DECODE, f"http://{name}") for name in "abcd")
-
-
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-def table_of(*instances: Instance) -> tuple[InstanceTable, Clock]:
-    clock = Clock()
-    return InstanceTable(instances, clock=clock), clock
 
 
 def usable(table: InstanceTable) -> list[Instance]:
@@ -123,19 +112,6 @@ def test_a_refused_connection_takes_an_instance_down_unless_it_may_be_starting()
 
     assert (table.state(A), table.cause(A)) == (HealthState.DOWN, "connection refused")
     table.record_refusal(B)  # removed meanwhile
-
-
-def test_a_removed_instance_ends_its_requests_and_gets_no_more() -> None:
-    table, _ = table_of(A, B)
-    with table.track_request(A):
-        table.remove(A)
-        assert usable(table) == [B]
-        assert table.under_way == {A: 1}
-    assert table.under_way == {}
-    table.remove(A)  # removing it twice is allowed
-
-    table.add(A)
-    assert set(usable(table)) == {A, B}
 
 
 def test_an_instance_of_the_table_is_not_added_twice() -> None:

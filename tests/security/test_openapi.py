@@ -3,7 +3,6 @@
 import asyncio
 import json
 import re
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +28,6 @@ from schemathesis.specs.openapi.checks import (
 import epd
 from epd.api.endpoints import ENDPOINTS
 from epd.edge.access import Access
-from epd.server import app as application
 from epd.server.app import ROUTES, openapi_document
 from epd.version import __version__
 from tests.security.wire import ask
@@ -85,9 +83,7 @@ def test_the_document_states_the_keys_of_each_route() -> None:
         Access.REGISTRAR: {"adminKey", "adminBearer"},
     }
     said = {
-        (method, path): {
-            name for one in operation.get("security", DOCUMENT["security"]) for name in one
-        }
+        (method, path): {name for one in operation["security"] for name in one}
         for method, path, operation in described()
     }
 
@@ -101,25 +97,6 @@ def test_the_document_states_the_keys_of_each_route() -> None:
 
 def test_openapi_states_this_version() -> None:
     assert DOCUMENT["info"]["version"] == __version__
-
-
-async def test_openapi_is_made_once_for_requests_at_one_time(
-    launch: Launch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = list[object]()
-
-    def make(prefix: str | None = None) -> bytes:
-        made.append(prefix)
-        time.sleep(0.05)
-        return b"{}"
-
-    monkeypatch.setattr(application, "openapi_document", make)
-    async with launch() as fleet:
-        line = "GET /openapi.json HTTP/1.1"
-        answers = await asyncio.gather(*(ask(fleet.url, line, ()) for _ in range(8)))
-
-    assert [answer.body for answer in answers] == [b"{}"] * 8
-    assert len(made) == 1
 
 
 @pytest.mark.parametrize("key", [None, "wrong"])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from ec_store import Entry, EntryKey, Store
+from ec_store import Entry, EntryKey, Store, StoreUnavailable
 from ec_store.opening import open_proxy_store
 from epd.aio import Background
 from epd.config.sections.transfers import TransferSettings
@@ -49,6 +49,15 @@ def opened_cache(url: str, config: TransferSettings, **options: Any) -> EncoderC
 def refresh_stores(monkeypatch: pytest.MonkeyPatch, refresh_s: float) -> None:
     """Let proxies read the namespaces, and open a store that is away, at this interval."""
     monkeypatch.setattr(proxy_app, "EncoderCache", partial(EncoderCache, refresh_s=refresh_s))
+
+
+def registered(store: Store) -> bool:
+    """Register the namespace, as engines do at their start; return whether that succeeds."""
+    try:
+        store.register_namespace("m", NAMESPACE)
+    except StoreUnavailable:
+        return False
+    return True
 
 
 class Backed:

@@ -86,7 +86,7 @@ class EncodeFleet:
         encodes = [Instance(Role.ENCODE, f"http://e{n}:1") for n in range(self.encoders)]
         decodes = [Instance(Role.PREFILL_DECODE, f"http://pd{n}:1") for n in range(self.decoders)]
         self.table = InstanceTable([*encodes, *decodes], clock=clock)
-        namespaces = Namespaces(self.table, clock)
+        namespaces = Namespaces(self.table)
         for one in decodes:
             namespaces.record_writes(one, writes=True)
         self._placement = Placement(self.table, namespaces, TokenCounts(), False)

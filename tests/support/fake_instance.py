@@ -402,6 +402,16 @@ async def drops(request: web.Request, _: dict[str, Any]) -> web.Response:
     return web.Response()
 
 
+def after(event: asyncio.Event, then: Handler) -> Handler:
+    """Return a handler that waits for an event first."""
+
+    async def chat(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await event.wait()
+        return await then(request, body)
+
+    return chat
+
+
 def fails_first(times: int, fault: Handler, then: Handler) -> Handler:
     """Return a handler that fails some times, and then works."""
     calls = 0

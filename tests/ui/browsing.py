@@ -12,7 +12,7 @@ from tests.requests import image, request, text
 from tests.support.fake_instance import FakeInstance, decodes, encodes, prefills
 from tests.support.programs import serving
 
-QUICK = ("--probe-interval-s", "0.2", "--probe-backoff-s", "0.2", "--connect-timeout-s", "1")
+QUICK = ("--probe-interval-s", "0.2")
 
 PATIENT_MS = 30_000
 """Timeout of waits in the browser; generous for busy machines."""

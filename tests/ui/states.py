@@ -3,7 +3,7 @@
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from epd.events import InstanceChanged, RequestRecord, StageDone
-from epd.ui.recent import InstanceState, Recent, Snapshot
+from epd.ui.recent import InstanceState, Recent
 from epd.ui.state import WORST, Moment, UiState, metric_totals, state
 
 NOW_S = 5000.0
@@ -139,5 +139,4 @@ def large(each: int = 20, hostile: str = "") -> UiState:
             recent.instance_changed(
                 InstanceChanged(url, role, condition, cause=CAUSES.get(condition, ""))
             )
-    snapshot = Snapshot(instances=seen, events=recent.events())
-    return state([snapshot], metric_totals(families()), "redis", Moment(NOW_S, UNIX_S))
+    return state([recent.snapshot(seen)], metric_totals(families()), "redis", Moment(NOW_S, UNIX_S))

@@ -31,8 +31,7 @@ def recent(clock: Clock) -> Recent:
 
 def known(recent: Recent, *instances: InstanceState) -> Snapshot:
     """Return the snapshot as another process reads it."""
-    snapshot = Snapshot(instances=list(instances), events=recent.events())
-    read: Snapshot = orjson.loads(orjson.dumps(snapshot))
+    read: Snapshot = orjson.loads(orjson.dumps(recent.snapshot(list(instances))))
     return read
 
 
@@ -126,7 +125,7 @@ def test_recent_events_are_bounded(recent: Recent, clock: Clock) -> None:
         recent.stage_done(spans[0])
         recent.request_done(done(str(number), *spans, error="x", reason="long " * 1000))
         recent.instance_changed(InstanceChanged(E, "encode", "down"))
-    events = recent.events()
+    events = recent.snapshot([])
 
     assert len(events["samples"]["encode"]) == kept.KEPT_SAMPLES
     assert len(events["requests"]) == kept.KEPT_REQUESTS

@@ -5,14 +5,14 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Self
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import Field, model_validator
 
 from epd.config.fields import (
     Addresses,
     DnsServer,
     HostPatterns,
     RegistrationStore,
-    Seconds,
+    Section,
     Services,
     Urls,
     Weights,
@@ -30,7 +30,7 @@ ENCODE_SOURCES = (
 """Fields that name encode instances, or allow them to join later."""
 
 
-class InstanceSettings(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+class InstanceSettings(Section):
     """Fields for the instances, with their validation and the instances that they name."""
 
     encode_servers_urls: Urls = ()
@@ -76,8 +76,6 @@ class InstanceSettings(BaseModel, frozen=True, extra="forbid", use_attribute_doc
     """DNS names of decode instances, as for --discover-encode"""
     discover_prefill_decode: Services = ()
     """DNS names of instances that prefill and decode, as for --discover-encode"""
-    discovery_interval_s: Seconds = 5.0
-    """seconds between two lookups of a DNS name (--discover-...)"""
     discovery_dns_server: DnsServer = None
     """address or address:port of the DNS server; default: the system's"""
 
@@ -89,10 +87,6 @@ class InstanceSettings(BaseModel, frozen=True, extra="forbid", use_attribute_doc
                 f"{min(both)!r} is listed as prefill and as decode instance; list an instance that "
                 "does both only in --decode-servers-urls"
             )
-        if self.registration_hosts and not self.dynamic_registration:
-            raise ValueError("--registration-hosts needs --dynamic-registration")
-        if self.registration_store and not self.dynamic_registration:
-            raise ValueError("--registration-store needs --dynamic-registration")
         roles = {instance.role for instance in (*self.instances, *self.discovered_instances)}
         if Role.PREFILL_DECODE in roles and roles & {Role.PREFILL, Role.DECODE}:
             raise ValueError(
@@ -120,7 +114,6 @@ class InstanceSettings(BaseModel, frozen=True, extra="forbid", use_attribute_doc
 
     @property
     def instances(self) -> tuple[Instance, ...]:
-        """Return the instances of the URL lists, with their roles in the topology."""
         size = self.ec_consumer_dp_size
         apart = self.prefill_servers_urls or self.discover_prefill or self.discover_decode
         role, ranks = (Role.DECODE, 1) if apart else (Role.PREFILL_DECODE, size)
@@ -160,10 +153,8 @@ class InstanceSettings(BaseModel, frozen=True, extra="forbid", use_attribute_doc
 
     @property
     def encodes(self) -> bool:
-        """Return whether there are encode instances, or may be later."""
         return any(getattr(self, name) for name in ENCODE_SOURCES)
 
     @property
     def dynamic(self) -> bool:
-        """Return whether instances may join and leave while the proxy runs."""
         return bool(self.dynamic_registration or self.instances_file or self.discovered_instances)

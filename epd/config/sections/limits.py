@@ -3,13 +3,13 @@
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import Field, model_validator
 
-from epd.config.fields import Domains, Seconds, SecondsOrNone, flag_of
+from epd.config.fields import Domains, Seconds, SecondsOrNone, Section, flag_of
 from epd.routing.health import HealthPolicy
 
 
-class LimitSettings(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+class LimitSettings(Section):
     """Fields for limits, deadlines and the health of instances."""
 
     max_requests: int = Field(default=1024, ge=1)
@@ -23,18 +23,12 @@ class LimitSettings(BaseModel, frozen=True, extra="forbid", use_attribute_docstr
     max_text_bytes: int = Field(default=16 * 1024**2, ge=1024)
     """maximum size of a JSON request body without its media (data: URLs in base64, input_audio), in
     bytes; parsing it blocks the process"""
-    max_head_bytes: int = Field(default=256 * 1024, ge=8 * 1024)
-    """maximum size of a request's head (its target and all headers), in bytes; a larger one, or one
-    with more than 256 headers, gets 431"""
     max_connections: int = Field(default=0, ge=0)
     """maximum of client connections to one process; 0: as many as its file descriptors allow"""
     stream_interval: int = Field(default=1, ge=1)
     """tokens per chunk of a stream, after the first token, unless the request has a
     stream_interval; vLLM applies it to chat and text completions, and its own --stream-interval (1)
     is the minimum"""
-    body_min_rate_bytes: int = Field(default=64 * 1024, ge=1)
-    """minimum rate of a request body after its first 5 s, in bytes per second; a slower one gets
-    408"""
     header_timeout_s: Seconds = 10.0
     """maximum time for a request's head to arrive, in seconds"""
     keep_alive_s: Seconds = 75.0
@@ -45,8 +39,6 @@ class LimitSettings(BaseModel, frozen=True, extra="forbid", use_attribute_docstr
     """maximum time of a request in the queue, in seconds; then it gets 503"""
     body_timeout_s: Seconds = 60.0
     """maximum time for a request's body to arrive, in seconds; then it gets 408"""
-    connect_timeout_s: Seconds = 2.0
-    """maximum time to connect to an instance, in seconds"""
     media_timeout_s: Seconds = 30.0
     """maximum time for the proxy to fetch one media item, in seconds, and before it to wait for one
     of the 64 downloads of a process; then the request gets 503"""
@@ -72,18 +64,13 @@ class LimitSettings(BaseModel, frozen=True, extra="forbid", use_attribute_docstr
     health_timeout_s: Seconds = 5.0
     """maximum time for an instance's response to /health and /v1/models, in seconds"""
     probe_interval_s: Seconds = 5.0
-    """seconds between two probes (GET /health) of an instance that is up; each delay between probes
-    varies by up to a tenth, to spread the probes of several instances"""
-    probe_backoff_s: Seconds = 1.0
-    """seconds until an instance that is down is probed again; doubled each time"""
-    probe_backoff_max_s: Seconds = 30.0
-    """maximum of --probe-backoff-s after doubling, in seconds"""
+    """seconds between two probes (GET /health) of an instance that is up; one that is down is
+    probed after 1 s, then after twice as long each time, up to six intervals. Each delay varies by
+    up to a tenth, to spread the probes of several instances"""
     eject_after: int = Field(default=5, ge=1)
     """failures in a row after which an instance is ejected"""
     eject_s: Seconds = 30.0
-    """seconds of an ejection, times the number of the instance's recent ejections"""
-    eject_max_s: Seconds = 300.0
-    """maximum of an ejection, in seconds"""
+    """seconds of an ejection, times the number of the instance's recent ejections, at most ten"""
     suspect_s: SecondsOrNone = 300.0
     """seconds for which a request, or one with the same media, is rejected after two instances died
     while they served it (503 suspected_fatal), and within which three deaths put a tenant's
@@ -93,16 +80,13 @@ class LimitSettings(BaseModel, frozen=True, extra="forbid", use_attribute_docstr
     connections"""
     drain_timeout_s: SecondsOrNone = 300.0
     """seconds after --drain-delay-s until requests that still run are cancelled"""
-    profile_timeout_s: Seconds = 300.0
-    """maximum time for an instance's response to /start_profile and /stop_profile, in seconds"""
 
     @property
     def health(self) -> HealthPolicy:
-        """Return the policy for ejections and probes of instances."""
         return HealthPolicy(*(getattr(self, name) for name in HealthPolicy._fields))
 
 
-class MediaSettings(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+class MediaSettings(Section):
     """Fields for the media in requests, with their validation."""
 
     allowed_local_media_path: Path | None = None
@@ -131,8 +115,6 @@ class MediaSettings(BaseModel, frozen=True, extra="forbid", use_attribute_docstr
     """maximum size of one media item that the proxy fetches, in bytes"""
     max_image_pixels: int = Field(default=178_956_970, ge=1)
     """maximum of pixels in one image; the default is vLLM's"""
-    min_image_side: int = Field(default=2, ge=0)
-    """minimum width and height of one image, in pixels"""
 
     @model_validator(mode="after")
     def _check_media(self) -> Self:
@@ -147,14 +129,4 @@ class MediaSettings(BaseModel, frozen=True, extra="forbid", use_attribute_docstr
                 raise ValueError(
                     f"{flag_of(flag)} needs --media-fetch proxy; engines have their own flags"
                 )
-        if self.allow_private_media and not self.allowed_media_domains:
-            raise ValueError(
-                "--allow-private-media needs --allowed-media-domains: without it, a request could "
-                "reach every internal host"
-            )
-        if self.media_fetch_trust_env and not self.allowed_media_domains:
-            raise ValueError(
-                "--media-fetch-trust-env needs --allowed-media-domains: the forward proxy resolves "
-                "the names, so their addresses cannot be checked"
-            )
         return self

@@ -2,7 +2,7 @@
 
 from typing import Self
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import Field, model_validator
 
 from epd.config.fields import (
     EndpointUrl,
@@ -12,16 +12,21 @@ from epd.config.fields import (
     PolicyNames,
     Seconds,
     SecondsOrNone,
+    Section,
 )
-from epd.policies.plan import MAX_PIXELS, MAX_TOKENS, DecodeChoice, DecodeFrom
+from epd.policies.plan import DecodeChoice, DecodeFrom
 from epd.routing import BalanceName, ItemBalanceName
 from epd.routing.instances import ANSWERING, Role
 
+MAX_TOKENS = 2**31 - 1
+"""Upper bound of a prompt's tokens, above that of any model."""
+MAX_PIXELS = 2**40
+"""Upper bound of a picture's pixels, above the largest that an engine accepts."""
 MIN_LOAD_INTERVAL_S = 0.05
 """Minimum of `load_interval_s`, in seconds: more frequent load reports would slow the instance."""
 
 
-class RouteSettings(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+class RouteSettings(Section):
     """Fields for coordination policies and load balancing, with their validation."""
 
     skip_prefill_below_tokens: int = Field(default=0, ge=0, le=MAX_TOKENS)
@@ -38,8 +43,8 @@ class RouteSettings(BaseModel, frozen=True, extra="forbid", use_attribute_docstr
     that prefill have the ec_role ec_both; 0: no pictures"""
     policies: PolicyNames = Field(default=(), validate_default=True)
     """coordination policies by name, comma-separated: the first one that applies to a request
-    decides which stages run on which instances; options as in 'pd_only?decode_choice=early';
-    default: derived from the other settings and the instances"""
+    decides which stages run on which instances; default: derived from the other settings and the
+    instances"""
     decode_choice: DecodeChoice = "late"
     """time at which the decode instance is chosen: after the prefill response (late), or before the
     prefill request (early)"""
@@ -94,6 +99,4 @@ class RouteSettings(BaseModel, frozen=True, extra="forbid", use_attribute_docstr
     def _check_events(self) -> Self:
         if self.kv_events and not self.content_roles:
             raise ValueError("--kv-events needs --prefill-balance or --decode-balance content")
-        if self.kv_events_addrs and not self.kv_events:
-            raise ValueError("--kv-events-addrs needs --kv-events")
         return self

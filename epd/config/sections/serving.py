@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import Field, model_validator
 
 from epd.config.fields import (
     AdminKey,
@@ -14,13 +14,13 @@ from epd.config.fields import (
     Origins,
     RootPath,
     Secret,
+    Section,
     TenantNames,
-    flag_of,
 )
 from epd.tenants import ANONYMOUS, Scope, Tenant
 
 
-class ServingSettings(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+class ServingSettings(Section):
     """Fields for the listening address, TLS, processes, logs and traces."""
 
     host: str = "0.0.0.0"  # noqa: S104
@@ -49,8 +49,6 @@ class ServingSettings(BaseModel, frozen=True, extra="forbid", use_attribute_docs
     """format of log lines: console text, or JSON"""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """minimum level of log lines"""
-    log_tenants: bool = False
-    """add the tenant's name, as in --api-keys-file, to the log line of a request"""
     otlp_traces_endpoint: EndpointUrl = None
     """URL of the OpenTelemetry collector for each request's spans, such as http://host:4317 (gRPC),
     or http://host:4318/v1/traces with OTEL_EXPORTER_OTLP_TRACES_PROTOCOL=http/protobuf; OTEL_...
@@ -65,12 +63,10 @@ class ServingSettings(BaseModel, frozen=True, extra="forbid", use_attribute_docs
                 "--ssl-ca-certs and --ssl-cert-reqs 1 or 2 need each other: one alone would not "
                 "verify clients"
             )
-        if self.ssl_ca_certs is not None and self.ssl_certfile is None:
-            raise ValueError("--ssl-ca-certs needs --ssl-certfile")
         return self
 
 
-class CrossOriginSettings(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+class CrossOriginSettings(Section):
     """Fields for the web pages that may use the proxy (CORS), with their validation."""
 
     allowed_origins: Origins = ()
@@ -86,8 +82,6 @@ class CrossOriginSettings(BaseModel, frozen=True, extra="forbid", use_attribute_
 
     @model_validator(mode="after")
     def _check_origins(self) -> Self:
-        if self.allow_credentials and not self.allowed_origins:
-            raise ValueError("--allow-credentials needs --allowed-origins")
         if self.allow_credentials and "*" in self.allowed_origins:
             raise ValueError(
                 "--allow-credentials needs explicit origins: with the origin *, every web page "
@@ -96,7 +90,7 @@ class CrossOriginSettings(BaseModel, frozen=True, extra="forbid", use_attribute_
         return self
 
 
-class TenancySettings(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+class TenancySettings(Section):
     """Fields for tenants, their API keys, limits and isolation."""
 
     api_keys_file: Path | None = None
@@ -108,7 +102,7 @@ class TenancySettings(BaseModel, frozen=True, extra="forbid", use_attribute_docs
     key_secret: KeySecret = None
     """secret for store keys and cache salts, in addition to the tenant's name"""
     admin_api_key: AdminKey = None
-    """key for /metrics, /ui/state, /policies, /start_profile and /stop_profile; without it, they
+    """key for /metrics, /ui/state, /start_profile and /stop_profile; without it, they
     answer only if --host is a loopback address, or the proxy's own user on --uds"""
     trusted_tenants: TenantNames = ()
     """tenants, comma-separated, that may set a request's priority and get the load of the decode
@@ -120,16 +114,6 @@ class TenancySettings(BaseModel, frozen=True, extra="forbid", use_attribute_docs
     default: no limit"""
     tenant_requests_per_minute: int | None = Field(default=None, ge=1)
     """maximum of requests of one tenant per minute; further ones get 429; default: no limit"""
-
-    @model_validator(mode="after")
-    def _check_tenants(self) -> Self:
-        # Without keys all clients are one tenant, and any client could lock out the others.
-        for flag in ("tenant_max_requests", "tenant_requests_per_minute"):
-            if getattr(self, flag) is not None and self.api_keys_file is None:
-                raise ValueError(f"{flag_of(flag)} needs --api-keys-file")
-        if self.trusted_tenants and self.api_keys_file is None:
-            raise ValueError("--trusted-tenants needs --api-keys-file")
-        return self
 
     def trusts_tenant(self, tenant: Tenant) -> bool:
         """Return whether a tenant's requests may have a priority and ask for an engine's load."""

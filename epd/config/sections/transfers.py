@@ -2,9 +2,9 @@
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import Field, model_validator
 
-from epd.config.fields import NO_INSTANCES, ConversationStore, Seconds, StoreUrl
+from epd.config.fields import NO_INSTANCES, ConversationStore, Seconds, Section, StoreUrl
 from epd.transfer import ECTransferName, KVTransferName
 
 MAX_TTL_S = 30 * 24 * 3600.0
@@ -12,7 +12,7 @@ MAX_TTL_S = 30 * 24 * 3600.0
 within the range of Redis."""
 
 
-class TransferSettings(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+class TransferSettings(Section):
     """Fields for transfers, the encoder store and conversations, with their validation."""
 
     ec_transfer: ECTransferName = "store"
@@ -48,8 +48,6 @@ class TransferSettings(BaseModel, frozen=True, extra="forbid", use_attribute_doc
     conversation_budget_s: Seconds = 0.05
     """maximum time of a lookup of a conversation's state, in seconds; then prefill computes the
     whole conversation"""
-    max_conversations: int = Field(default=10_000, ge=0)
-    """maximum of conversations in memory, per process"""
 
     @model_validator(mode="before")
     @classmethod

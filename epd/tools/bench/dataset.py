@@ -1,7 +1,7 @@
 """Data sets for `vllm bench serve`: VisionArena-Chat, and generated folders in its schema.
 
-Pictures and conversations are generated from a seed and resemble those of VisionArena-Chat. A trace
-is the order in which requests repeat pictures; it determines the hit rate of an ideal cache.
+Pictures and questions are generated from a seed and resemble those of VisionArena-Chat. A trace is
+the order in which requests repeat pictures; it determines the hit rate of an ideal cache.
 """
 
 import hashlib
@@ -32,9 +32,6 @@ GRAIN = 0.65
 QUALITY = 75
 """JPEG quality: PIL's default, with which `vllm bench serve` re-encodes each picture."""
 
-ANOTHER_TURN = 0.5
-MAX_TURNS = 6
-
 _ASKS = (
     *("Please describe", "What can you tell me about", "Explain to me", "Write a caption for"),
     *("Translate what is written in", "Find what is wrong with", "Count the things in"),
@@ -44,8 +41,6 @@ _HOWS = (
     *("step by step", "as to a child", "in formal words", "with a joke at the end"),
     *("without any adjectives", "as a list", "and say how sure you are of it"),
 )
-
-Turn = list[dict[str, str]]
 
 
 def size(draw: random.Random) -> tuple[int, int]:
@@ -67,20 +62,13 @@ def jpeg(draw: random.Random) -> bytes:
     return buffer.getvalue()
 
 
-def conversation(draw: random.Random) -> list[Turn]:
-    """Return the turns of a user and a model, one message in each, as in VisionArena-Chat.
+def question(draw: random.Random) -> str:
+    """Return a question about a picture.
 
     All questions differ, so a prefix cache cannot reuse a picture from another question.
     """
-    turns: list[Turn] = []
-    for _ in range(MAX_TURNS):
-        ask, what, how = (draw.choice(words) for words in (_ASKS, _WHATS, _HOWS))
-        question = f"{ask} {what} in {draw.randrange(20, 2000)} words, {how}."
-        turns.append([{"role": "user", "content": question}])
-        turns.append([{"role": "assistant", "content": f"You asked about {what}, {how}."}])
-        if draw.random() > ANOTHER_TURN:
-            break
-    return turns
+    ask, what, how = (draw.choice(words) for words in (_ASKS, _WHATS, _HOWS))
+    return f"{ask} {what} in {draw.randrange(20, 2000)} words, {how}."
 
 
 NEW_IN_ARENA = 43 / 200
@@ -155,8 +143,8 @@ HUB_NAME = "lmarena-ai/VisionArena-Chat"
 VISION_ARENA = "visionarena"
 
 
-class DatasetUnavailable(Exception):
-    """Error: VisionArena-Chat cannot be read. The message has the reason."""
+class BenchFailed(Exception):
+    """Error of a benchmark without a result. The message has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +160,7 @@ def local(data_dir: Path, name: str, prompts: int, seed: int) -> Dataset:
     """Write a folder with the conversations of a replay; present pictures are kept.
 
     The folder is an image folder of Hugging Face: `load_dataset(folder)` returns the columns of
-    VisionArena-Chat. vLLM reads `images[0]` and the first message of `conversation`.
+    VisionArena-Chat that vLLM reads: `images[0]` and the first message of `conversation`.
     """
     trace = REPLAYS[name](rng(seed, name), prompts)
     folder = data_dir / f"{name}-{seed}"
@@ -191,7 +179,7 @@ def vision_arena(prompts: int) -> Dataset:
     """Return the first conversations of VisionArena-Chat, with the digests of their pictures.
 
     Raises:
-        DatasetUnavailable: the hub cannot be reached, or denies access.
+        BenchFailed: the hub cannot be reached, or denies access.
     """
     try:
         from huggingface_hub import HfApi  # noqa: PLC0415 - as below
@@ -202,7 +190,7 @@ def vision_arena(prompts: int) -> Dataset:
     except Exception as error:  # the type depends on the version of the HTTP library
         lines = str(error).strip().splitlines()
         reason = lines[-1] if lines else type(error).__name__
-        raise DatasetUnavailable(f"VisionArena-Chat cannot be read: {reason}") from error
+        raise BenchFailed(f"VisionArena-Chat cannot be read: {reason}") from error
     return Dataset(VISION_ARENA, HUB_NAME, trace)
 
 
@@ -220,13 +208,8 @@ def media_digests(path: str) -> Iterator[str]:
 
 
 def _row(name: str, number: int) -> dict[str, Any]:
-    turns = conversation(rng(name))
-    return {
-        "conversation_id": hashlib.sha256(name.encode()).hexdigest()[:32],
-        "images_file_names": [_file(number)],
-        "num_turns": len(turns) // 2,
-        "conversation": turns,
-    }
+    turn = [{"role": "user", "content": question(rng(name))}]
+    return {"images_file_names": [_file(number)], "conversation": [turn]}
 
 
 def _file(number: int) -> str:

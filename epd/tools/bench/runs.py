@@ -1,45 +1,30 @@
-"""Runs of `vllm bench serve`: execution, measurements, and results as JSON and as tables."""
+"""Runs of `vllm bench serve`: execution, measurements, and results as text and JSON."""
 
 import os
 import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from importlib import metadata
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from epd.tools.bench.dataset import HUB_NAME, Dataset, ideal_hit_rate, seen_before
+from epd.tools.bench.dataset import (
+    HUB_NAME,
+    BenchFailed,
+    Dataset,
+    ideal_hit_rate,
+    seen_before,
+)
 from epd.tools.bench.targets import BenchModel, BenchTarget, Items
 from epd.version import __version__
 
 CPUINFO = Path("/proc/cpuinfo")
-TAIL_LINES = 25
-
-
-class BenchFailed(Exception):
-    """Error: `vllm bench serve` gave no result. The message has the reason."""
-
-
-@dataclass(frozen=True, slots=True)
-class VllmBenchLoad:
-    """Load of a run.
-
-    Attributes:
-        request_rate: average requests per second of a Poisson process; infinity: all at once.
-        max_concurrency: maximum of concurrent requests; None: no limit.
-        output_len: tokens of each response.
-    """
-
-    request_rate: float
-    max_concurrency: int | None
-    output_len: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +68,16 @@ class Run:
 
 
 def bench_command(
-    target: BenchTarget, model: BenchModel, dataset: Dataset, load: VllmBenchLoad, result: Path
+    target: BenchTarget,
+    model: BenchModel,
+    dataset: Dataset,
+    load: Mapping[str, object],
+    result: Path,
 ) -> list[str]:
-    """Return the command line; requests are sent in the data set's order."""
-    limit = load.max_concurrency
+    """Return the command line; requests are sent in the data set's order.
+
+    `load` has flags of `vllm bench serve`; None: its default.
+    """
     flags = {
         "--backend": "openai-chat",
         "--base-url": target.url,
@@ -96,10 +87,8 @@ def bench_command(
         "--dataset-name": "hf",
         "--dataset-path": dataset.path,
         "--hf-name": HUB_NAME,
-        "--hf-output-len": load.output_len,
         "--num-prompts": len(dataset.trace),
-        "--request-rate": load.request_rate,
-        **({} if limit is None else {"--max-concurrency": limit}),
+        **{flag: value for flag, value in load.items() if value is not None},
         # The test request would use the first picture, which would then no longer be new.
         "--ready-check-timeout-sec": 0,
         "--percentile-metrics": "ttft,tpot",
@@ -121,17 +110,10 @@ def run_bench(words: Sequence[str], result: Path) -> Mapping[str, Any]:
     Raises:
         BenchFailed: the command failed, or no request was completed.
     """
-    done = subprocess.run(
-        words,
-        env={**os.environ, "VLLM_NO_USAGE_STATS": "1"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        check=False,
-    )
+    environment = {**os.environ, "VLLM_NO_USAGE_STATS": "1"}
+    done = subprocess.run(words, env=environment, stdin=subprocess.DEVNULL, check=False)
     if done.returncode or not result.exists():
-        tail = b"\n".join(done.stdout.splitlines()[-TAIL_LINES:]).decode(errors="replace")
-        raise BenchFailed(f"vllm bench serve ended with code {done.returncode}:\n{tail}")
+        raise BenchFailed(f"vllm bench serve ended with code {done.returncode}")
     loaded: dict[str, Any] = orjson.loads(result.read_bytes())
     if not loaded["completed"]:
         raise BenchFailed(f"no request was answered: {', '.join(_errors(loaded))}")
@@ -250,48 +232,17 @@ def _version(package: str) -> str | None:
         return None
 
 
-ROWS: Sequence[tuple[str, str, Callable[[Run], float | None]]] = (
-    ("TTFT mean", "{:.0f} ms", lambda run: run.ttft_ms["mean"]),
-    ("TTFT median", "{:.0f} ms", lambda run: run.ttft_ms["p50"]),
-    ("TTFT 99th percentile", "{:.0f} ms", lambda run: run.ttft_ms["p99"]),
-    ("TTFT median, new picture", "{:.0f} ms", lambda run: run.ttft_new_ms),
-    ("TTFT median, seen before", "{:.0f} ms", lambda run: run.ttft_seen_ms),
-    ("TPOT mean", "{:.1f} ms", lambda run: run.tpot_ms["mean"]),
-    ("TPOT median", "{:.1f} ms", lambda run: run.tpot_ms["p50"]),
-    ("TPOT 99th percentile", "{:.1f} ms", lambda run: run.tpot_ms["p99"]),
-    ("requests per second", "{:.2f}", lambda run: run.request_throughput_rps),
-    ("output tokens per second", "{:.1f}", lambda run: run.output_throughput_tps),
-    ("failed", "{:.0f}", lambda run: run.failed),
-    ("responses cut short", "{:.0f}", lambda run: run.cut),
-    ("hit rate", "{:.3f}", lambda run: run.hit_rate),
-    ("ideal", "{:.3f}", lambda run: run.ideal_hit_rate),
-    ("encodes per picture", "{:.3f}", lambda run: run.encodes_per_distinct_picture),
-)
-"""Name, format and value of each row of a table."""
-
-
-def result_tables(runs: Sequence[Run]) -> Iterator[str]:
-    """Yield the lines of Markdown tables, one per data set with a column per target.
-
-    A number in brackets is the ratio to the first target's value.
-    """
-    for name, group in groupby(sorted(runs, key=lambda run: run.dataset), lambda run: run.dataset):
-        columns = [*group]
-        first = columns[0]
-        yield ""
-        yield f"{name}: {first.prompts} prompts, {first.distinct_pictures} pictures"
-        yield ""
-        yield "| | " + " | ".join(run.name for run in columns) + " |"
-        yield "| --- |" + " --- |" * len(columns)
-        for title, form, value in ROWS:
-            cells = (_cell(form, value(run), value(first), run is first) for run in columns)
-            if any(value(run) is not None for run in columns):
-                yield f"| {title} | " + " | ".join(cells) + " |"
-        yield from (f"{run.name}: {note}" for run in columns for note in run.notes)
-
-
-def _cell(form: str, value: float | None, first: float | None, is_first: bool) -> str:
-    if value is None:
-        return ""
-    ratio = "" if is_first or not first else f" ({value / first:.2f})"
-    return form.format(value) + ratio
+def summary(run: Run) -> Iterator[str]:
+    """Yield lines with the figures that vLLM's own report lacks."""
+    yield f"{run.name}, {run.dataset}: {run.distinct_pictures} pictures in {run.prompts} requests"
+    if run.ttft_new_ms is not None and run.ttft_seen_ms is not None:
+        yield (
+            f"  median TTFT: {run.ttft_new_ms:.0f} ms with new pictures, {run.ttft_seen_ms:.0f} ms "
+            "with pictures that were seen before"
+        )
+    if run.hit_rate is not None:
+        yield (
+            f"  hit rate: {run.hit_rate:.3f} (ideal: {run.ideal_hit_rate:.3f}), encodes per "
+            f"picture: {run.encodes_per_distinct_picture:.3f}"
+        )
+    yield from (f"  {note}" for note in run.notes)

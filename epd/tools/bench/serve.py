@@ -1,6 +1,5 @@
 """Command `epd bench serve`: a fleet measured by vLLM's own benchmark and the proxy's metrics."""
 
-import argparse
 import os
 import sys
 from collections.abc import Callable
@@ -9,28 +8,24 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeVar
+from typing import Any
 
 from epd.parser import Commands
 from epd.tools.bench import dataset, targets
-from epd.tools.bench.dataset import LOCAL, REPLAYS, VISION_ARENA, DatasetUnavailable, rng
+from epd.tools.bench.dataset import LOCAL, REPLAYS, VISION_ARENA, BenchFailed, rng
 from epd.tools.bench.runs import (
-    BenchFailed,
     Run,
-    VllmBenchLoad,
     bench_command,
     result_document,
-    result_tables,
     run_bench,
     run_of,
+    summary,
 )
-from epd.tools.bench.targets import BenchTarget, Items, NoFigures, TargetFailed
+from epd.tools.bench.targets import BenchTarget
 from epd.tools.up.signals import leave_contexts_on_signals
 
 ALL = "all"
 NEEDED = ("vllm", "datasets", "pandas")
-
-_T = TypeVar("_T")
 
 
 def add_parser(benchmarks: Commands) -> None:
@@ -45,31 +40,21 @@ def add_parser(benchmarks: Commands) -> None:
         "--url plain=http://localhost:9000 --dataset all --out results.json",
         usage="epd bench serve --url [NAME=]URL [FLAG ...]",
     )
-    _add_target_flags(parser.add_argument_group("targets"))
-    _add_load_flags(parser.add_argument_group("load"))
-    parser.add_argument("--out", type=Path, metavar="FILE", help="file for the results, as JSON")
+    _add_flags(parser.add_argument)
     parser.set_defaults(run=_run)
 
 
-def _add_target_flags(group: "argparse._ArgumentGroup") -> None:
-    add = group.add_argument
+def _add_flags(add: Callable[..., Any]) -> None:
     add(
         "--url",
-        type=_checked(BenchTarget.parse),
+        type=BenchTarget.parse,
         action="append",
         required=True,
         metavar="[NAME=]URL",
         help="URL of a proxy, or of another OpenAI server to compare it with; repeatable",
     )
-    add(
-        "--model",
-        help="served name of the model (default: the only one)",
-    )
+    add("--model", help="served name of the model (default: the only one)")
     add("--tokenizer", help="folder or hub name of the tokenizer (default: the server's model)")
-
-
-def _add_load_flags(group: "argparse._ArgumentGroup") -> None:
-    add = group.add_argument
     add(
         "--dataset",
         dest="replay",
@@ -79,31 +64,32 @@ def _add_load_flags(group: "argparse._ArgumentGroup") -> None:
         "from the hub; pool: 200 pictures at 80%% reuse; window: 4 of 5 pictures were among the "
         "last 50; all: local, pool and window",
     )
-    number = partial(add, type=_checked(_count), metavar="N")
+    number = partial(add, type=int, metavar="N")
     number("--num-prompts", default=100, help="requests per run (default: 100)")
     number("--max-concurrency", help="maximum of concurrent requests (default: no limit)")
     number("--output-len", default=128, help="tokens per response (default: 128)")
-    add(
-        "--request-rate",
-        type=_checked(_rate),
-        default=float("inf"),
-        metavar="R",
-        help="requests per second, on average (default: inf, all at once)",
-    )
-    integer = partial(add, type=int, metavar="N")
-    integer(
+    number("--seed", default=0, help="seed of pictures and questions (default: 0)")
+    number(
         "--warmups",
         default=3,
         help="requests with other pictures before the measurement (default: 3)",
     )
-    integer("--seed", default=0, help="seed of pictures and questions (default: 0)")
+    add(
+        "--request-rate",
+        type=float,
+        default=float("inf"),
+        metavar="R",
+        help="requests per second, on average (default: inf, all at once)",
+    )
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     add(
         "--data-dir",
         type=Path,
-        default=_cache_dir(),
+        default=cache / "epd" / "bench",
         metavar="FOLDER",
         help="folder for generated pictures (default: %(default)s)",
     )
+    add("--out", type=Path, metavar="FILE", help="file for the results, as JSON")
 
 
 def _run(**flags: Any) -> None:
@@ -111,12 +97,11 @@ def _run(**flags: Any) -> None:
         sys.exit(f"epd bench serve: needs {', '.join(missing)}: pip install '.[vllm,bench]'")
     leave_contexts_on_signals()
     try:
-        runs = _measure(**flags)
-    except (BenchFailed, DatasetUnavailable, TargetFailed, OSError) as error:
+        _measure(**flags)
+    except (BenchFailed, OSError) as error:
         sys.exit(f"epd bench serve: {error}")
     except KeyboardInterrupt:
         sys.exit("stopped")
-    print("\n".join(result_tables(runs)))
 
 
 def _measure(  # noqa: PLR0913 - the command's flags
@@ -133,10 +118,16 @@ def _measure(  # noqa: PLR0913 - the command's flags
     seed: int,
     data_dir: Path,
     out: Path | None,
-) -> list[Run]:
-    """Return all runs, one target after the other; each run is written before the next begins."""
+) -> None:
+    """Run one target after the other; each result is written before the next run begins."""
+    if num_prompts < 1:
+        raise BenchFailed("--num-prompts must be at least 1")
     started_at = datetime.now(UTC)
-    load = VllmBenchLoad(request_rate, max_concurrency, output_len)
+    load = {
+        "--request-rate": request_rate,
+        "--max-concurrency": max_concurrency,
+        "--hf-output-len": output_len,
+    }
     if replay == VISION_ARENA:
         datasets = [dataset.vision_arena(num_prompts)]
     else:
@@ -158,54 +149,16 @@ def _measure(  # noqa: PLR0913 - the command's flags
             targets.warm_target(target, served, dataset.jpeg(rng(seed, "warm-up", number)))
         for chosen in datasets:
             _report(f"{target.name}: {num_prompts} requests of {chosen.name}")
-            before = _items(target)
+            before = targets.read_items(target)
             with TemporaryDirectory(prefix="epd-bench-") as folder:
                 file = Path(folder) / "result.json"
                 words = bench_command(target, served, chosen, load, file)
                 result = run_bench(words, file)
-            after = _items(target)
+            after = targets.read_items(target)
             runs.append(run_of(target, chosen, result, output_len, before, after))
+            print("\n".join(summary(runs[-1])), flush=True)
             write()
-    return runs
-
-
-def _items(target: BenchTarget) -> Items | str:
-    """Return the proxy's counts, or the reason why they are unknown."""
-    try:
-        return targets.read_items(target)
-    except NoFigures as reason:
-        return str(reason)
 
 
 def _report(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
-
-
-def _checked(read: Callable[[str], _T]) -> Callable[[str], _T]:
-    """Return a flag's type that shows the message of a `ValueError` to the user."""
-
-    def convert(text: str) -> _T:
-        try:
-            return read(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return convert
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise ValueError(f"{text!r} is not a number above 0")
-    return int(text)
-
-
-def _rate(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise ValueError(f"{text!r} is not a rate above 0")
-    return value
-
-
-def _cache_dir() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "epd" / "bench"

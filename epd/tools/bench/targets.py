@@ -3,6 +3,7 @@
 import base64
 import os
 import re
+from argparse import ArgumentTypeError
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -13,19 +14,12 @@ from urllib.request import Request, urlopen
 import orjson
 from prometheus_client.parser import text_string_to_metric_families
 
+from epd.tools.bench.dataset import BenchFailed
+
 TIMEOUT_S = 30.0
 FIRST_ANSWER_TIMEOUT_S = 300.0
 """Timeout of the first request, in seconds: engines compile and connect then."""
-
 _NAMED = re.compile(r"(?:(?P<name>[\w.+-]+)=)?(?P<url>https?://.+)")
-
-
-class TargetFailed(Exception):
-    """Error of a server that cannot be measured. The message has the reason."""
-
-
-class NoFigures(Exception):
-    """Error of a server without metrics of items. The message has the reason."""
 
 
 class BenchTarget(NamedTuple):
@@ -36,11 +30,11 @@ class BenchTarget(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read `URL`, named by host and port, or `NAME=URL`; raise `ValueError` otherwise."""
+        """Read `URL`, named by host and port, or `NAME=URL`; raise argparse's error otherwise."""
         match = _NAMED.fullmatch(text)
         # A password in the URL would be written to every result file.
         if match is None or not (parts := urlsplit(match["url"])).hostname or parts.username:
-            raise ValueError(f"{text!r} is not [NAME=]http://HOST:PORT")
+            raise ArgumentTypeError(f"{text!r} is not [NAME=]http://HOST:PORT")
         return cls(match["name"] or parts.netloc, match["url"].rstrip("/").removesuffix("/v1"))
 
 
@@ -78,69 +72,53 @@ def find_model(target: BenchTarget, name: str | None) -> BenchModel:
     """Return the model of this name or folder name; without a name, the server's only model.
 
     Raises:
-        TargetFailed: the server has no such model, or does not answer.
+        BenchFailed: the server has no such model, or does not answer.
     """
-    status, body = _request(f"{target.url}/v1/models", _client_key())
-    if status != HTTPStatus.OK:
-        raise TargetFailed(f"{target.url}/v1/models: {_error(status, body)}")
+    body = _fetch(f"{target.url}/v1/models", _client_key())
     try:
         rows = orjson.loads(body)["data"]
         models = [BenchModel(row["id"], row.get("root") or row["id"]) for row in rows]
     except (orjson.JSONDecodeError, LookupError, TypeError) as error:
-        raise TargetFailed(f"its answer is not JSON with models: {body[:80]!r}") from error
+        raise BenchFailed(f"its answer is not JSON with models: {body[:80]!r}") from error
     names = name and {name, Path(name).name}
     found = [model for model in models if names is None or model.id in names]
     if len(found) != 1:
         has = ", ".join(model.id for model in models) or "none"
         what = "no --model is given" if name is None else f"no model {name!r}"
-        raise TargetFailed(f"{target.url}: {what}; its models: {has}")
+        raise BenchFailed(f"{target.url}: {what}; its models: {has}")
     return found[0]
 
 
 def warm_target(target: BenchTarget, model: BenchModel, jpeg: bytes) -> None:
-    """Warm up the engines with a picture; raise `TargetFailed` if the answer is not 200."""
+    """Warm up the engines with a picture; raise `BenchFailed` if the answer is not 200."""
     url = f"data:image/jpeg;base64,{base64.b64encode(jpeg).decode()}"
     picture = {"type": "image_url", "image_url": {"url": url}}
     text = {"type": "text", "text": "What is in this picture?"}
     message = {"role": "user", "content": [text, picture]}
     body = orjson.dumps({"model": model.id, "messages": [message], "max_tokens": 4})
     headers = _client_key() | {"Content-Type": "application/json"}
-    chat = f"{target.url}/v1/chat/completions"
-    status, answer = _request(chat, headers, body, FIRST_ANSWER_TIMEOUT_S)
-    if status != HTTPStatus.OK:
-        reason = _error(status, answer)
-        raise TargetFailed(f"{target.url} failed a request with a picture: {reason}")
+    _fetch(f"{target.url}/v1/chat/completions", headers, body, FIRST_ANSWER_TIMEOUT_S)
 
 
-def read_items(target: BenchTarget) -> Items:
-    """Return the counts of the proxy at `target`.
-
-    Raises:
-        NoFigures: the target is not an EPD proxy, or rejects the request.
-        TargetFailed: the target cannot be reached.
-    """
+def read_items(target: BenchTarget) -> Items | str:
+    """Return the counts of the proxy at `target`, or the reason why they are unknown."""
     key = os.environ.get("EPD_ADMIN_API_KEY") or os.environ.get("ADMIN_API_KEY")
-    status, body = _request(f"{target.url}/metrics", {"X-API-Key": key} if key else {})
-    if status != HTTPStatus.OK:
-        denied = status in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}
-        advice = ": EPD_ADMIN_API_KEY must be the proxy's" if denied else ""
-        raise NoFigures(f"its /metrics answered {status}{advice}")
     try:
-        return parse_items(body.decode())
-    except ValueError as error:
-        raise NoFigures("its /metrics are not in Prometheus' format") from error
+        page = _fetch(f"{target.url}/metrics", {"X-API-Key": key} if key else {})
+        return parse_items(page.decode())
+    except (BenchFailed, ValueError) as reason:
+        return str(reason)
 
 
 def parse_items(page: str) -> Items:
     """Return the counts of items on a page of `/metrics`.
 
     Raises:
-        NoFigures: the page is not that of an EPD proxy.
-        ValueError: the page is not in Prometheus' format.
+        ValueError: the page is not that of an EPD proxy.
     """
     families = [*text_string_to_metric_families(page)]
     if not any(family.name == "epd_items" for family in families):
-        raise NoFigures("it is not an EPD proxy")
+        raise ValueError("it is not an EPD proxy")
 
     def count(name: str, **labels: str) -> int:
         return sum(
@@ -158,23 +136,27 @@ def parse_items(page: str) -> Items:
     )
 
 
-def _request(
+def _fetch(
     url: str, headers: dict[str, str], body: bytes | None = None, timeout_s: float = TIMEOUT_S
-) -> tuple[int, bytes]:
-    """Return status and body of a GET, or of a POST with a body.
+) -> bytes:
+    """Return the answer to a GET, or to a POST with a body.
 
     Raises:
-        TargetFailed: there is no answer.
+        BenchFailed: there is none, or it is an error.
     """
     try:
         with urlopen(Request(url, body, headers), timeout=timeout_s) as reply:  # noqa: S310 - http
-            return reply.status, reply.read()
+            content: bytes = reply.read()
+            return content
     except HTTPError as error:
-        return error.code, error.read()
+        key = "EPD_ADMIN_API_KEY" if url.endswith("/metrics") else "OPENAI_API_KEY"
+        denied = error.code in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}
+        advice = f" ({key} must be one of the server's)" if denied else ""
+        raise BenchFailed(f"{url}: {error.code}{_message(error.read())}{advice}") from error
     except TimeoutError as error:
-        raise TargetFailed(f"{url} did not answer within {timeout_s:.0f} s") from error
+        raise BenchFailed(f"{url} did not answer within {timeout_s:.0f} s") from error
     except OSError as error:
-        raise TargetFailed(f"{url} cannot be reached: {error}") from error
+        raise BenchFailed(f"{url} cannot be reached: {error}") from error
 
 
 def _client_key() -> dict[str, str]:
@@ -182,10 +164,10 @@ def _client_key() -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-def _error(status: int, body: bytes) -> str:
+def _message(body: bytes) -> str:
     error: Any
     try:
         error = orjson.loads(body)["error"]
-        return f"{status}, {error['message']}"
+        return f": {error['message']}"
     except (orjson.JSONDecodeError, LookupError, TypeError):
-        return str(status)
+        return ""

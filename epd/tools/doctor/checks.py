@@ -200,7 +200,7 @@ HOST: Sequence[Check[HostFacts]] = (
         and f"the proxy closes idle client connections after {host.config.keep_alive_s:g} s",
         "set --keep-alive-s above the idle timeout of the load balancer, often 60 s"),
     Check(WARN, "access", lambda host: host.config.admin_api_key is None and not _is_private(host)
-        and "no admin key: /metrics, /ui/state, /policies and profiling answer "
+        and "no admin key: /metrics, /ui/state and profiling answer "
         + ("only the proxy's own user" if host.config.uds else "403"),
         "set EPD_ADMIN_API_KEY, or let --host be a loopback address"),
     Check(WARN, "access",
@@ -212,19 +212,6 @@ HOST: Sequence[Check[HostFacts]] = (
         and "no key secret: a process that can list the store can guess tenants' keys",
         "set EPD_KEY_SECRET, the same for every replica"),
 )
-
-SOURCES: Mapping[str, tuple[Verdict, str]] = {
-    "file": (FAIL, "correct it: the proxy does not start without it"),
-    "registrations": (FAIL, "repair --registration-store: until then no instance can register"),
-    "memory": (WARN, "use the proxy's GET /instances, or keep them in a --registration-store"),
-    "name": (FAIL, "correct the name in --discover-…, or set another --discovery-dns-server"),
-    "kv_addr": (FAIL, "correct its kv_addr, or remove it from the configuration"),
-    "role": (WARN, "run either prefill and decode instances, or prefill_decode instances"),
-    "no decode": (FAIL, "add a decode instance"),
-    "no encode": (WARN, "add an encode instance"),
-    "no prefill": (WARN, "add a prefill instance"),
-}
-"""Verdict and advice by the kind of a defect in the sources of instances."""
 
 INSTANCE: Sequence[Check[InstanceFacts]] = (
     Check(FAIL, "", lambda engine: engine.refuses and engine.problem,

@@ -1,7 +1,7 @@
 """Examination of a fleet: collect the facts, send the trial requests, and judge them."""
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from typing import TypeVar
@@ -19,11 +19,11 @@ from epd.tools.doctor.checks import judge, judge_trials
 from epd.tools.doctor.facts import InstanceFacts, Trial
 from epd.tools.doctor.findings import Finding, by_severity
 from epd.tools.doctor.host import has_no_device, read_host
-from epd.tools.doctor.instances import IDLE_S, InstanceReader, try_subscription
+from epd.tools.doctor.instances import InstanceReader, try_subscription
 from epd.tools.doctor.kv_bandwidth import PairFacts
 from epd.tools.doctor.sources import read_sources
-from epd.tools.doctor.store import ARRIVES_S, read_store
-from epd.tools.doctor.trials import COUNTED_S, READ_S, TrialOutput, Trials
+from epd.tools.doctor.store import read_store
+from epd.tools.doctor.trials import TrialFailed, TrialOutput, Trials
 from epd.transfer.encoded import OutputFacts
 from epd.transfer.registry import EC_TRANSFERS, KV_TRANSFERS
 from epd.upstream import KEEP_ALIVE_S, Upstream
@@ -37,16 +37,19 @@ class Waits:
     """Times in seconds that the examination waits.
 
     Attributes:
-        idle_s: time for which an instance must keep an idle connection.
-        read_s: deadline for the prefill of a conversation's second turn.
-        counted_s: deadline for a KV transfer in the metrics of its instance.
-        arrives_s: deadline for a new entry in the store.
+        idle_s: time for which an instance must keep an idle connection: a little longer than the
+            proxy does.
+        read_s: deadline for the prefill of a conversation's second turn: a handshake and some
+            blocks. An instance that waits for blocks in vain never answers.
+        counted_s: deadline for a KV transfer in the metrics of its instance. vLLM counts it with a
+            later step of its scheduler.
+        arrives_s: deadline for a new entry in the store: encode instances write in the background.
     """
 
-    idle_s: float = IDLE_S
-    read_s: float = READ_S
-    counted_s: float = COUNTED_S
-    arrives_s: float = ARRIVES_S
+    idle_s: float = KEEP_ALIVE_S + 0.5
+    read_s: float = 10.0
+    counted_s: float = 3.0
+    arrives_s: float = 5.0
 
 
 class Examination:
@@ -77,8 +80,8 @@ class Examination:
             # An engine that sends blocks to an address crashes on a request without one.
             alone = (Role.PREFILL,) if self._trials.prefills_alone else ()
             for consumer in self._of_roles(*alone, Role.PREFILL_DECODE):
-                trial = await self._trials.consume(consumer.instance, self.output)
-                consumer.add_trial(facts.CONSUME, trial)
+                request = self._trials.consume(consumer.instance, self.output)
+                await _record(consumer, facts.CONSUME, request)
 
     async def try_pushes(self) -> None:
         """Try pushes so that each encode instance and each rank of a consumer takes part."""
@@ -92,14 +95,14 @@ class Examination:
         for encoder, rank in _pairs(self._of_roles(Role.ENCODE), ranks):
             output = await self._encode(encoder, rank)
             if output is not None and output.encoded.metadata:
-                trial = await self._trials.consume(rank.instance, output)
-                consumers[rank.instance].add_trial(facts.CONSUME, trial)
+                request = self._trials.consume(rank.instance, output)
+                await _record(consumers[rank.instance], facts.CONSUME, request)
 
     async def _encode(
         self, encoder: InstanceFacts, consumer: Reservation | None = None
     ) -> TrialOutput | None:
-        trial, output = await self._trials.encode(encoder.instance, self._model, consumer)
-        encoder.add_trial(facts.ENCODE, trial)
+        request = self._trials.encode(encoder.instance, self._model, consumer)
+        output = await _record(encoder, facts.ENCODE, request)
         if output is not None and output.encoded.namespace is not None:
             encoder.namespaces |= {output.encoded.namespace}
         self.output = self.output or output
@@ -110,12 +113,17 @@ class Examination:
         trials, model = self._trials, self._model
         for prefill, decode in _pairs(self._of_roles(Role.PREFILL), self._of_roles(Role.DECODE)):
             pair = prefill.instance, decode.instance
-            prefilled, decoded, keeps = await trials.transfer(*pair, model)
-            prefill.add_trial(facts.PREFILL, prefilled)
-            if decoded is not None:
-                decode.add_trial(facts.DECODE, decoded)
-            if decoded is None or decoded.problem:
+            try:
+                keeps = await trials.transfer(*pair, model)
+            except ProxyError as error:
+                if error.stage == "decode":
+                    prefill.add_trial(facts.PREFILL, Trial())
+                    decode.add_trial(facts.DECODE, Trial(str(error)))
+                else:
+                    prefill.add_trial(facts.PREFILL, Trial(str(error)))
                 continue
+            prefill.add_trial(facts.PREFILL, Trial())
+            decode.add_trial(facts.DECODE, Trial())
             max_tokens = min(engine.max_model_len(model) for engine in (prefill, decode))
             try:
                 measured = await trials.kv_bandwidth(*pair, model, max_tokens)
@@ -124,9 +132,20 @@ class Examination:
             if measured is not None:
                 self.pairs.append(replace(measured, in_host_memory=has_no_device(*pair)))
             if keeps and trials.reads_back:
-                prefill.add_trial(facts.READ, await trials.read_back(*pair, model))
+                await _record(prefill, facts.READ, trials.read_back(*pair, model))
             elif trials.reads_back:
                 decode.add_trial(facts.FORGET, Trial())
+
+
+async def _record(engine: InstanceFacts, stage: str, request: Awaitable[First]) -> First | None:
+    """Record whether a request succeeds, and return its result."""
+    try:
+        result = await request
+    except (ProxyError, TrialFailed) as error:
+        engine.add_trial(stage, Trial(str(error), getattr(error, "status", None)))
+        return None
+    engine.add_trial(stage, Trial())
+    return result
 
 
 def _pairs(firsts: Sequence[First], seconds: Sequence[Second]) -> Iterable[tuple[First, Second]]:
@@ -141,11 +160,7 @@ async def examine(
     """Return all findings; with `requests`, send the instances small ones of one output token."""
     waits = waits or Waits()
     sources = await read_sources(config)
-    pool = Pool(
-        upstream_context(config.upstream_ca_file),
-        connect_timeout_s=config.connect_timeout_s,
-        keep_alive_s=KEEP_ALIVE_S,
-    )
+    pool = Pool(upstream_context(config.upstream_ca_file), keep_alive_s=KEEP_ALIVE_S)
     pool.verify_as(sources.names)
     try:
         reader = InstanceReader(pool, headers_of(config), config.health_timeout_s, waits.idle_s)
@@ -154,10 +169,7 @@ async def examine(
         output, pairs = await _try_all(config, usable, Upstream(pool), waits, requests=requests)
     finally:
         await pool.close()
-    findings = [*judge(checks.HOST, read_host(config))]
-    for kind, subject, seen in sources.defects:
-        verdict, advice = checks.SOURCES[kind]
-        findings.append(Finding(verdict, subject, seen, advice))
+    findings = [*judge(checks.HOST, read_host(config)), *sources.findings]
     if config.encodes and EC_TRANSFERS[config.ec_transfer].stored:
         store = await read_store(config, output, waits.arrives_s)
         findings += judge(checks.STORE, store, "store")

@@ -34,19 +34,6 @@ class HostFacts(NamedTuple):
     media_readable: bool
 
 
-class SourceDefect(NamedTuple):
-    """Defect of a source of instances, or of an instance beside the others of the sources.
-
-    Attributes:
-        kind: key in `checks.SOURCES`.
-        subject: the source or the instance.
-    """
-
-    kind: str
-    subject: str
-    seen: str
-
-
 class ModelFacts(NamedTuple):
     """Model as `GET /v1/models` lists it; None: the instance does not report the value.
 

@@ -17,10 +17,7 @@ from epd.kv_events.addresses import event_endpoints
 from epd.routing.instances import Instance
 from epd.routing.reports import read_namespaces
 from epd.tools.doctor.facts import InstanceFacts, ModelFacts, Trial, read_preparation
-from epd.upstream import KEEP_ALIVE_S, Answer, Upstream, underlying_error
-
-IDLE_S = KEEP_ALIVE_S + 0.5
-"""Time for which an instance must keep an idle connection: a little longer than the proxy does."""
+from epd.upstream import Answer, Upstream, underlying_error
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,7 +31,7 @@ class InstanceReader:
     _pool: Pool
     _headers: Mapping[str, str]
     _timeout_s: float
-    idle_s: float = IDLE_S
+    idle_s: float
 
     async def read_instance(self, instance: Instance) -> InstanceFacts:
         """Return the facts about an instance. This takes a little longer than `idle_s`."""

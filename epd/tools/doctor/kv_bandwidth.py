@@ -4,8 +4,7 @@ vLLM's NIXL connectors count each finished transfer between two ranks, its bytes
 (`vllm/distributed/kv_transfer/kv_connector/v1/nixl/stats.py`), at the instance that starts it:
 decode reads, with NixlPushConnector prefill writes. Their labels do not name the other instance, so
 transfers of other requests are in the same sums. A window is the difference of two readings around
-one trial. If it has more transfers than the trial starts, the trial's own duration is known only
-within bounds. No I/O.
+one trial. It has a figure only if decode got no tokens of other requests. No I/O.
 """
 
 import re
@@ -91,32 +90,10 @@ class Window(NamedTuple):
         """Whether decode got no tokens of other requests."""
         return self.transfers.tokens <= self.tokens
 
-
-class Measured(NamedTuple):
-    """Bytes and duration of a trial.
-
-    Attributes:
-        bytes: bytes of the trial; an estimate if `others` is not 0.
-        least_s, most_s: bounds of its duration in seconds, equal without other transfers.
-        others: number of transfers of other requests.
-    """
-
-    bytes: float
-    least_s: float
-    most_s: float
-    others: int
-
-
-def measure(window: Window, ranks: float) -> Measured:
-    """Return the bytes and the duration of a trial between `ranks` pairs of ranks.
-
-    The trial has as many tokens as fit, so its transfers last at least as long as the mean of all.
-    Its part of the bytes is that of its tokens.
-    """
-    number, size, transfer_s, tokens = window.transfers
-    transfer_s = max(transfer_s, RESOLUTION_S)
-    share = min(1.0, window.tokens / tokens)
-    return Measured(share * size, transfer_s / number, transfer_s / ranks, int(number - ranks))
+    @property
+    def mean_s(self) -> float:
+        """Mean duration in seconds: the transfers of several pairs of ranks run at once."""
+        return max(self.transfers.transfer_s, RESOLUTION_S) / self.transfers.number
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +102,7 @@ class PairFacts:
 
     Attributes:
         small: a trial with few tokens, after a first one that opened the connections.
-        large: trials with as many tokens as fit.
+        large: trials with as many tokens as fit, repeated until one is alone.
         in_host_memory: whether the KV blocks are known to be in the host's memory.
         problem: why there are no trials; empty if there are.
     """
@@ -144,86 +121,58 @@ class PairFacts:
 
     @property
     def failure(self) -> str:
-        """Why there is no figure; empty: there is one."""
-        if self._measured() is not None:
-            return ""
-        return self.problem or "the instances counted no transfer of it"
+        """Why there is no trial; empty: there is one."""
+        return "" if self.large else self.problem or "the instances counted no transfer of it"
 
     @property
     def seen(self) -> str:
-        """Bandwidth, delay and cost of the trial; empty without a figure."""
-        if (measured := self._measured()) is None:
+        """Bandwidth, delay and cost of the last trial; empty without one."""
+        if self.small is None or not self.large:
             return ""
-        found, delay, tokens = measured
-        reason = self._undecided(found, delay)
+        found = self.large[-1]
+        reason = self._undecided(found, self.small)
         prefill_s = sum(trial.prefill_s for trial in self.large)
         decode_s = sum(trial.decode_s for trial in self.large)
-        others = f"; transfers of other requests at the same time: {found.others}"
+        notes = (
+            f"{f'no verdict: {reason}; ' if reason else ''}{len(self.large)} x {found.tokens} "
+            f"tokens took {prefill_s:.1f} s of prefill and {decode_s:.1f} s of decode"
+        )
+        if not found.is_alone:
+            return f"transfers of other requests took place at the same time ({notes})"
+        size = found.transfers.bytes
         return (
-            f"{_bandwidth_text(found)}, delay {_milliseconds(delay)} ms"
-            f"{others if found.others else ''} ({f'no verdict: {reason}; ' if reason else ''}"
-            f"{len(self.large)} x {tokens} tokens took {prefill_s:.1f} s of prefill and "
-            f"{decode_s:.1f} s of decode)"
+            f"{_figure(size / found.mean_s / GIGA)} GB/s ({_figure(size / MEGA)} MB in "
+            f"{_figure(1000 * found.mean_s)} ms), delay {_figure(1000 * self.small.mean_s)} ms "
+            f"({notes})"
         )
 
     @property
     def is_slow(self) -> bool:
         """Whether the bandwidth is certainly below `SLOW_BYTES_PER_S`, on one host."""
-        if (measured := self._measured()) is None:
-            return False
-        found, delay, _ = measured
-        slow = found.bytes / found.most_s < SLOW_BYTES_PER_S
-        return slow and not self._undecided(found, delay)
-
-    def _measured(self) -> tuple[Measured, Measured, int] | None:
-        """Return the large trial, the small one, and the tokens of the large one.
-
-        That is the one with the fewest other transfers, the last of them. A trial has as many
-        transfers as there are pairs of ranks: the fewest of a window without other requests. If all
-        windows have other requests, only the slowest transfer is taken for the trial's.
-        """
         if self.small is None or not self.large:
-            return None
-        windows = [self.small, *self.large]
-        ranks = min((trial.transfers.number for trial in windows if trial.is_alone), default=1)
-        best = min(
-            reversed(self.large), key=lambda trial: (not trial.is_alone, trial.transfers.number)
-        )
-        return measure(best, ranks), measure(self.small, ranks), best.tokens
+            return False
+        found = self.large[-1]
+        slow = found.transfers.bytes / found.mean_s < SLOW_BYTES_PER_S
+        return slow and not self._undecided(found, self.small)
 
-    def _undecided(self, found: Measured, delay: Measured) -> str:
+    def _undecided(self, found: Window, small: Window) -> str:
         """Return why the bandwidth is not judged; empty if it is."""
-        slow_s = found.bytes / SLOW_BYTES_PER_S
+        slow_s = found.transfers.bytes / SLOW_BYTES_PER_S
+        if not found.is_alone:
+            return "repeat it with less traffic, or see epd_kv_transfer_bytes_per_second"
         if self.in_host_memory:
             return "the KV blocks are in the host's memory"
         if not self._on_one_host():
             return "the URLs have different hosts; on one host, less than 5 GB/s would be slow"
-        if found.bytes < MIN_BYTES:
+        if found.transfers.bytes < MIN_BYTES:
             return f"less than {MIN_BYTES / MEGA:.0f} MB of KV blocks fit"
-        if found.least_s <= slow_s < found.most_s:
-            return "the other transfers hide the duration; repeat it with less traffic"
-        if found.least_s - delay.most_s <= slow_s < found.least_s:
+        if found.mean_s - small.mean_s <= slow_s < found.mean_s:
             return "the delay is most of the duration"
         return ""
 
     def _on_one_host(self) -> bool:
         hosts = [urlsplit(instance.url).hostname or "" for instance in (self.prefill, self.decode)]
         return hosts[0] == hosts[1] or all(map(is_loopback, hosts))
-
-
-def _bandwidth_text(found: Measured) -> str:
-    rates = [found.bytes / seconds / GIGA for seconds in (found.most_s, found.least_s)]
-    about = "about " if found.others else ""
-    size = _figure(found.bytes / MEGA)
-    return f"{_range(*rates)} GB/s ({about}{size} MB in {_milliseconds(found)} ms)"
-
-
-def _milliseconds(found: Measured) -> str:
-    return _range(1000 * found.least_s, 1000 * found.most_s)
-
-
-def _range(*values: float) -> str:
-    return " to ".join(dict.fromkeys(map(_figure, values)))
 
 
 def _figure(value: float) -> str:

@@ -16,50 +16,52 @@ from epd.routing.instances import ANSWERING, Instance, Role
 from epd.routing.registry import Change, InstanceSource, Registry
 from epd.routing.table import InstanceTable
 from epd.routing.urls import at_address
-from epd.tools.doctor.facts import SourceDefect
+from epd.tools.doctor.findings import FAIL, WARN, Finding
 from epd.transfer.registry import KV_TRANSFERS
 
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Instances of all sources that are compatible with each other, and defects of the sources.
+    """Instances of all sources that are compatible with each other, and findings about the sources.
 
     `names` has by URL the host name that the certificate of an instance found by DNS must show.
     """
 
     instances: Sequence[Instance]
     names: Mapping[str, str]
-    defects: Sequence[SourceDefect]
+    findings: Sequence[Finding]
 
 
 async def read_sources(config: ProxyConfig) -> Sources:
     """Read every source of instances once."""
-    defects: list[SourceDefect] = []
+    findings: list[Finding] = []
     names: dict[str, str] = {}
     transfer = KV_TRANSFERS[config.kv_transfer]()
 
     def report_change(instance: Instance, change: Change, _: InstanceSource) -> None:
         name = f"{instance.role} {instance.url}"
         if change == "refused" and not transfer.accepts_instance(instance):
-            defects.append(SourceDefect("kv_addr", name, "--kv-transfer cannot use it"))
+            advice = "correct its kv_addr, or remove it from the configuration"
+            findings.append(Finding(FAIL, name, "--kv-transfer cannot use it", advice))
         elif change == "refused":
             seen = "is not used: its role conflicts with that of another instance"
-            defects.append(SourceDefect("role", name, seen))
+            advice = "run either prefill and decode instances, or prefill_decode instances"
+            findings.append(Finding(WARN, name, seen, advice))
 
     registry = Registry(
         InstanceTable(), config.instances, fits=transfer.accepts_instance, on_change=report_change
     )
-    registry.replace(InstanceSource.FILE, _in_file(config, defects))
-    registry.replace(InstanceSource.API, await _registered(config, defects))
+    registry.replace(InstanceSource.FILE, _in_file(config, findings))
+    registry.replace(InstanceSource.API, await _registered(config, findings))
     registry.replace(
-        InstanceSource.DNS, [instance async for instance in _by_name(config, names, defects)]
+        InstanceSource.DNS, [instance async for instance in _by_name(config, names, findings)]
     )
     instances = [instance for instance, *_ in registry.members]
-    defects += _role_defects(config, {instance.role for instance in instances})
-    return Sources(instances, names, defects)
+    findings += _role_findings(config, {instance.role for instance in instances})
+    return Sources(instances, names, findings)
 
 
-def _in_file(config: ProxyConfig, defects: list[SourceDefect]) -> Sequence[Instance]:
+def _in_file(config: ProxyConfig, findings: list[Finding]) -> Sequence[Instance]:
     path = config.instances_file
     if path is None:
         return ()
@@ -70,28 +72,31 @@ def _in_file(config: ProxyConfig, defects: list[SourceDefect]) -> Sequence[Insta
         seen = "it does not exist"
     except (EntriesInvalid, OSError) as error:
         seen = str(error)
-    defects.append(SourceDefect("file", f"file {path}", seen))
+    advice = "correct it: the proxy does not start without it"
+    findings.append(Finding(FAIL, f"file {path}", seen, advice))
     return ()
 
 
-async def _registered(config: ProxyConfig, defects: list[SourceDefect]) -> Sequence[Instance]:
+async def _registered(config: ProxyConfig, findings: list[Finding]) -> Sequence[Instance]:
     if not config.dynamic_registration:
         return ()
     if config.registration_store is None:
         seen = "the doctor cannot see which instances are registered with a running proxy"
-        defects.append(SourceDefect("memory", "registration", seen))
+        advice = "use the proxy's GET /instances, or keep them in a --registration-store"
+        findings.append(Finding(WARN, "registration", seen, advice))
         return ()
     try:
         async with RegistrationsInRedis.connected(config.registration_store) as store:
             return await store.read() or ()
     except StoreFailed as error:
         seen = f"the store cannot be read: {error}"
-        defects.append(SourceDefect("registrations", "registration", seen))
+        advice = "repair --registration-store: until then no instance can register"
+        findings.append(Finding(FAIL, "registration", seen, advice))
         return ()
 
 
 async def _by_name(
-    config: ProxyConfig, names: dict[str, str], defects: list[SourceDefect]
+    config: ProxyConfig, names: dict[str, str], findings: list[Finding]
 ) -> AsyncIterator[Instance]:
     if not config.discovered_instances:
         return
@@ -106,20 +111,22 @@ async def _by_name(
         except LookUpFailed as error:
             addresses, problem = frozenset(), f"it cannot be looked up: {error}"
         if problem is not None:
-            defects.append(SourceDefect("name", f"{instance.role} {host}", problem))
+            advice = "correct the name in --discover-…, or set another --discovery-dns-server"
+            findings.append(Finding(FAIL, f"{instance.role} {host}", problem, advice))
         for address in sorted(addresses):
             url = at_address(instance.url, address)
             names[url] = host
             yield replace(instance, url=url)
 
 
-def _role_defects(config: ProxyConfig, roles: set[Role]) -> Iterator[SourceDefect]:
+def _role_findings(config: ProxyConfig, roles: set[Role]) -> Iterator[Finding]:
     if config.dynamic_registration and config.registration_store is None:
         return  # registered instances may have the missing roles
     if not roles & set(ANSWERING):
         seen = "none decodes: every request gets a 503"
-        yield SourceDefect("no decode", "instances", seen)
+        yield Finding(FAIL, "instances", seen, "add a decode instance")
     if Role.ENCODE not in roles and config.encodes:
-        yield SourceDefect("no encode", "instances", "none encodes")
+        yield Finding(WARN, "instances", "none encodes", "add an encode instance")
     if Role.DECODE in roles and Role.PREFILL not in roles:
-        yield SourceDefect("no prefill", "instances", "none prefills for the decode instances")
+        seen = "none prefills for the decode instances"
+        yield Finding(WARN, "instances", seen, "add a prefill instance")

@@ -23,15 +23,12 @@ from epd.transfer.encoded import OutputFacts
 
 LOOKS = 9
 """Number of lookups. Their median is the round trip time."""
-ARRIVES_S = 5.0
-"""Maximum time until a new entry appears: encode instances write in the background."""
+
 WITHIN_S = 10.0
 """Deadline for all operations on the store."""
 
 
-async def read_store(
-    config: ProxyConfig, made: OutputFacts | None, arrives_s: float = ARRIVES_S
-) -> StoreFacts:
+async def read_store(config: ProxyConfig, made: OutputFacts | None, arrives_s: float) -> StoreFacts:
     """Return the facts about the store, and whether it has `made`.
 
     That is the output that an encode instance just wrote, as the instance reported it; None: there

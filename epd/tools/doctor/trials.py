@@ -13,6 +13,7 @@ import secrets
 import time
 import wave
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from typing import Any
@@ -25,13 +26,12 @@ from epd.api.completions import Completions
 from epd.api.items import Body
 from epd.config import ProxyConfig
 from epd.conversations.turn import ReplyCapture
-from epd.errors import ProxyError, UpstreamRejected
+from epd.errors import UpstreamRejected
 from epd.request.kv_peers import PeerRegistry
 from epd.request.request import Request
 from epd.request.stages import Stages
 from epd.routing.instances import Instance, Role
 from epd.routing.table import Reservation
-from epd.tools.doctor.facts import Trial
 from epd.tools.doctor.kv_bandwidth import (
     MAX_BYTES,
     PairFacts,
@@ -58,17 +58,12 @@ TOKENS = 128
 
 WORDS = "One and two are three. " * TOKENS
 
-READ_S = 10.0
-"""Deadline for the second turn's prefill: a handshake and some blocks. An instance that waits for
-blocks in vain never answers."""
-
 
 REPEATS = 3
 """Maximum number of large trials of KV transfers, if other transfers take place."""
 
-COUNTED_S, COUNTED_EVERY_S = 3.0, 0.1
-"""Time within which the metrics have a transfer after the answer, and the interval of the readings.
-vLLM counts a transfer with a later step of its scheduler."""
+COUNTED_EVERY_S = 0.1
+"""Interval of the readings of metrics after a transfer."""
 
 
 def picture() -> Mapping[str, Any]:
@@ -112,9 +107,16 @@ class TrialOutput:
         return consumer_body(self.body, [encoded_item], self.params, raw=False).body
 
 
+class TrialFailed(Exception):
+    """Error of an answer that lacks what the next stage needs."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Trials:
-    """Trial requests of single stages, and of conversations, sent as the proxy sends them."""
+    """Trial requests of single stages, and of conversations, sent as the proxy sends them.
+
+    The methods raise `ProxyError`, with the stage of the instance that failed, or `TrialFailed`.
+    """
 
     _stages: Stages
     _encoded: ECTransfer
@@ -122,8 +124,8 @@ class Trials:
     _peers: PeerRegistry
     _headers: Mapping[str, str]
     _config: ProxyConfig
-    _read_s: float = READ_S
-    _counted_s: float = COUNTED_S
+    _read_s: float
+    _counted_s: float
 
     @property
     def reads_back(self) -> bool:
@@ -137,71 +139,54 @@ class Trials:
 
     async def encode(
         self, instance: Instance, model: str, consumer: Reservation | None = None
-    ) -> tuple[Trial, TrialOutput | None]:
+    ) -> TrialOutput:
         """Send a picture to an encode instance; if the model rejects pictures, a sound.
 
-        With a transfer that pushes, the output goes to `consumer`. Return the result and the
-        output; None: the trial failed.
+        With a transfer that pushes, the output goes to `consumer`.
         """
-        refused = None
-        for part in (picture(), new_sound()):
-            body = _asking(model, part)
-            item = next(CHAT.items(body))
-            try:
-                asked = self._encoded.encode_params(consumer, 1)
-                request = self._request()
-                timeout_s = self._config.encode_timeout_s
-                replied = await self._stages.encode(instance, body, item, asked, request, timeout_s)
-                encoded = self._encoded.encoded(replied, asked)
-            except UpstreamRejected as error:
-                refused = refused or error
-                continue
-            except ProxyError as error:
-                return _failed(error), None
-            if not encoded.params:
-                return Trial("encodes, but reports no ec_transfer_params"), None
-            if (lacking := self._encoded.missing_field(replied)) is not None:
-                return Trial(f"encodes, but its ec_transfer_params have no {lacking}"), None
-            params = self._encoded.consumer_params([encoded])
-            return Trial(), TrialOutput(body, encoded, params, consumer)
-        return _failed(refused) if refused else Trial(), None
+        try:
+            return await self._encode(instance, _asking(model, picture()), consumer)
+        except UpstreamRejected:
+            with suppress(UpstreamRejected):
+                return await self._encode(instance, _asking(model, new_sound()), consumer)
+            raise
 
-    async def consume(self, instance: Instance, output: TrialOutput) -> Trial:
+    async def _encode(
+        self, instance: Instance, body: Body, consumer: Reservation | None
+    ) -> TrialOutput:
+        item = next(CHAT.items(body))
+        asked = self._encoded.encode_params(consumer, 1)
+        request, timeout_s = self._request(), self._config.encode_timeout_s
+        replied = await self._stages.encode(instance, body, item, asked, request, timeout_s)
+        encoded = self._encoded.encoded(replied, asked)
+        if not encoded.params:
+            raise TrialFailed("encodes, but reports no ec_transfer_params")
+        if (lacking := self._encoded.missing_field(replied)) is not None:
+            raise TrialFailed(f"encodes, but its ec_transfer_params have no {lacking}")
+        return TrialOutput(body, encoded, self._encoded.consumer_params([encoded]), consumer)
+
+    async def consume(self, instance: Instance, output: TrialOutput) -> None:
         """Send a request with the key of an encoder output in place of the media."""
         rank = None if output.consumer is None else output.consumer.rank
-        trial, _ = await self._answered(instance, output.by_key(), rank=rank)
-        return trial
+        await self._answered(instance, output.by_key(), rank=rank)
 
-    async def transfer(
-        self, prefill: Instance, decode: Instance, model: str
-    ) -> tuple[Trial, Trial | None, bool]:
+    async def transfer(self, prefill: Instance, decode: Instance, model: str) -> bool:
         """Prefill a request at one instance and decode it at another.
 
-        Return the results of prefill and of decode, None if prefill failed, and whether decode
-        keeps its blocks for the next turn of a conversation.
+        Return whether decode keeps its blocks for the next turn of a conversation.
         """
         body = _asking(model, {"type": "text", "text": "Hello."})
         request = self._request()
         handover = Handover(request.id, prefill, 0 if prefill.dp_size > 1 else None, decode)
-        try:
-            handover.peer = await self._peers.params_for(handover)
-            if self._transfer.decode_concurrent(handover):
-                return await self._at_once(handover, decode, body, request)
+        handover.peer = await self._peers.params_for(handover)
+        if not self._transfer.decode_concurrent(handover):
             await self._stages.prefill(self._transfer, handover, Prompt(body), request)
-        except ProxyError as error:
-            return _failed(error), None, False
-        sent = with_params(body, handover.params)
-        return Trial(), *await self._answered(decode, sent, handover)
-
-    async def _at_once(
-        self, handover: Handover, decode: Instance, body: Body, request: Request
-    ) -> tuple[Trial, Trial, bool]:
-        """Send a request to both instances at the same time: each waits for the other."""
+            return await self._answered(decode, with_params(body, handover.params), handover)
         sent = with_params(body, self._transfer.decode_params(handover, {}))
         decoding = asyncio.create_task(self._answered(decode, sent, handover))
-        try:
+        try:  # each waits for the other
             await self._stages.prefill(self._transfer, handover, Prompt(body), request)
-            return Trial(), *await decoding
+            return await decoding
         finally:
             decoding.cancel()
             await asyncio.gather(decoding, return_exceptions=True)
@@ -212,14 +197,11 @@ class Trials:
         body: Body,
         handover: Handover | None = None,
         rank: int | None = None,
-    ) -> tuple[Trial, bool]:
-        """Return the result of a request, and whether the instance keeps its blocks."""
-        try:
-            content = await self._decode(instance, body, self._request(), handover, rank)
-            params = reply_field(content, "kv_transfer_params", stage="decode")
-        except ProxyError as error:
-            return _failed(error), False
-        return Trial(), kept_params(params, instance.url) is not None
+    ) -> bool:
+        """Send a request, and return whether the instance keeps its blocks."""
+        content = await self._decode(instance, body, self._request(), handover, rank)
+        params = reply_field(content, "kv_transfer_params", stage="decode")
+        return kept_params(params, instance.url) is not None
 
     async def _decode(
         self,
@@ -229,39 +211,32 @@ class Trials:
         handover: Handover | None = None,
         rank: int | None = None,
     ) -> bytes:
-        """Return the answer to a request.
-
-        Raises:
-            ProxyError: the instance failed.
-        """
         reply, _ = await self._stages.decode(instance, Prompt(body), request, rank, handover)
         with reply:
             return await reply.read(idle_s=ANSWERS_S)
 
-    async def read_back(self, prefill: Instance, decode: Instance, model: str) -> Trial:
+    async def read_back(self, prefill: Instance, decode: Instance, model: str) -> None:
         """Send a prompt, then a longer one with the blocks that decode keeps of the first.
 
         Prompts are token ids, because the blocks must match the tokens exactly. Each prompt has
         its own salt: otherwise prefill would find the first one in its prefix cache and read
         nothing.
         """
-        rank = 0 if prefill.dp_size > 1 else None
+        tokens = await self._tokens(prefill, model)
+        handover = Handover("", prefill, 0 if prefill.dp_size > 1 else None, decode)
+        first = await self._turn(handover, decode, _asking_tokens(model, tokens), None)
+        handover.earlier = kept_params(first.params or {}, decode.url)
+        if handover.earlier is None:
+            raise TrialFailed("decode named no blocks of a prompt of tokens")
+        second = [*tokens, *first.answer, *tokens[-1:]]
         try:
-            asked = {"model": model, "prompt": WORDS}
-            request = self._request(of_tokens=True)
-            tokens = (await self._stages.prompt_tokens(prefill, asked, request))[:TOKENS]
-            handover = Handover("", prefill, rank, decode)
-            first = await self._turn(handover, decode, _asking_tokens(model, tokens), None)
-            handover.earlier = kept_params(first.params or {}, decode.url)
-            if handover.earlier is None:
-                return Trial("decode named no blocks of a prompt of tokens")
-            second = [*tokens, *first.answer, *tokens[-1:]]
             await self._turn(handover, decode, _asking_tokens(model, second), self._read_s)
         except TimeoutError:
-            return Trial(f"no answer in {self._read_s:g} s")
-        except ProxyError as error:
-            return _failed(error)
-        return Trial()
+            raise TrialFailed(f"no answer in {self._read_s:g} s") from None
+
+    async def _tokens(self, prefill: Instance, model: str) -> Sequence[int]:
+        asked, request = {"model": model, "prompt": WORDS}, self._request(of_tokens=True)
+        return (await self._stages.prompt_tokens(prefill, asked, request))[:TOKENS]
 
     async def kv_bandwidth(
         self, prefill: Instance, decode: Instance, model: str, max_tokens: int
@@ -274,9 +249,7 @@ class Trials:
         if await self._transfers(prefill, decode) is None:
             return None
         handover = Handover("", prefill, 0 if prefill.dp_size > 1 else None, decode)
-        request = self._request(of_tokens=True)
-        asked = {"model": model, "prompt": WORDS}
-        tokens = (await self._stages.prompt_tokens(prefill, asked, request))[:TOKENS]
+        tokens = await self._tokens(prefill, model)
         small = await self._window(handover, decode, model, tokens)
         if small is None:
             return PairFacts(prefill, decode)
@@ -294,11 +267,7 @@ class Trials:
     async def _window(
         self, handover: Handover, decode: Instance, model: str, tokens: Sequence[int]
     ) -> Window | None:
-        """Return the transfers of a prompt; None: none are counted within `_counted_s` seconds.
-
-        Raises:
-            ProxyError: an instance failed.
-        """
+        """Return the transfers of a prompt; None: none are counted within `_counted_s` seconds."""
         request, body = self._request(of_tokens=True), _asking_tokens(model, tokens)
         handover = replace(handover, request_id=request.id)
         began_s = time.monotonic()
@@ -326,7 +295,6 @@ class Trials:
         """Return what decode reports about its blocks and their tokens at the end of a turn.
 
         Raises:
-            ProxyError: an instance failed.
             TimeoutError: prefill took longer than `prefill_s` seconds; None: no limit.
         """
         request = self._request(of_tokens=True)
@@ -347,10 +315,6 @@ class Trials:
 def _asking(model: str, part: Mapping[str, Any]) -> Body:
     content: Sequence[Mapping[str, Any]] = [part, {"type": "text", "text": "What is it?"}]
     return {"model": model, "max_tokens": 1, "messages": [{"role": "user", "content": content}]}
-
-
-def _failed(error: ProxyError) -> Trial:
-    return Trial(str(error), getattr(error, "status", None))
 
 
 def _asking_tokens(model: str, tokens: Sequence[int]) -> Body:

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 from pydantic import AliasChoices, ValidationError
 from pydantic.fields import FieldInfo
@@ -95,12 +95,10 @@ def add_parser(commands: Commands) -> None:
                 _flag(name), default=SUPPRESS, action=BooleanOptionalAction, help=field.description
             )
         elif name not in BY_VARIABLE_ALONE:
-            choices = _choices(field)
             parser.add_argument(
                 _flag(name),
                 default=SUPPRESS,
-                choices=choices,
-                metavar=None if choices else _metavar(name),
+                metavar=_metavar(name),
                 help=_help(field).replace("%", "%%"),
             )
     parser.add_argument(
@@ -111,13 +109,6 @@ def add_parser(commands: Commands) -> None:
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-def _choices(field: FieldInfo) -> Sequence[str] | None:
-    for kind in (field.annotation, *get_args(field.annotation)):
-        if get_origin(kind) is Literal:
-            return get_args(kind)
-    return None
 
 
 def _metavar(name: str) -> str:

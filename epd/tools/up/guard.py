@@ -1,8 +1,8 @@
 """Two programs that keep engines from outliving `epd up`. Started by path; standard library only.
 
 `guard.py` ends process groups when the process that started them was killed. Each line of its input
-is `+<group>` for a group to watch, `-<group>` for one that has ended, or `/<path>` for a folder to
-delete after the groups have ended. The input ends when its writer ends.
+is `+<group>` for a group to watch, or `-<group>` for one that has ended. The input ends when its
+writer ends.
 
 `guard.py <descriptor> <command> ...` announces its own process group to the guard, closes the pipe
 and executes the command. So the guard knows each group before the command runs, even if the process
@@ -10,7 +10,6 @@ that started it is killed meanwhile.
 """
 
 import os
-import shutil
 import signal
 import sys
 import time
@@ -56,12 +55,10 @@ class Group:
 
 
 def watch_groups() -> None:
-    """Read until the input ends, then end the remaining groups and delete the folders."""
-    groups, folders = dict[int, Group](), list[str]()
+    """Read until the input ends, then end the remaining groups."""
+    groups: dict[int, Group] = {}
     for line in sys.stdin:
-        if line.startswith("/"):
-            folders.append(line.rstrip("\n"))
-        elif line.startswith("+"):
+        if line.startswith("+"):
             groups[int(line)] = Group(int(line))
         else:
             groups.pop(-int(line), None)
@@ -72,8 +69,6 @@ def watch_groups() -> None:
         left = [group for group in left if group.signal(0)]
     for group in left:
         group.signal(signal.SIGKILL)
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def announce(guard: int, command: list[str]) -> None:

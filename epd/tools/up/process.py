@@ -33,15 +33,7 @@ JOIN_POLL_S = 0.02
 PROGRESS_S = 15.0
 TAIL_LINES = 25
 TAIL_BYTES = 65536
-DOING_CHARACTERS = 100
-_RECORD = re.compile(
-    r"(?:\([^)]*\) )*"  # the process
-    r"(?:[A-Z]+ [\d-]+ [\d:]+ (?:\[[^]]*\] )?"  # vLLM's level, time, and place in the source
-    r"|[\d-]+T[\d:.]+Z \[\w+ *\] "  # the proxy's
-    r"|(?=.*\d%))"  # a progress bar
-)
-"""Prefix before the message of a log line that describes the process's progress."""
-
+LINE_CHARACTERS = 160
 _PROBE = re.compile(r'"GET /(?:health|metrics) HTTP/1\.[01]" 200\b')
 """Lines of an engine's access log for the proxy's probes, about one per second."""
 
@@ -73,10 +65,6 @@ class Guard:
 
     def forget_group(self, group: int) -> None:
         self._send_line(f"-{group}\n")
-
-    def delete(self, folder: Path) -> None:
-        """Add a folder, an absolute path, that the guard deletes after the groups have ended."""
-        self._send_line(f"{folder}\n")
 
     def close(self) -> None:
         """End the guard without any action, after all groups have ended."""
@@ -163,11 +151,9 @@ class Process:
         return "\n".join(messages[-TAIL_LINES:])
 
     def last_message(self) -> str:
-        """Return the last progress message of the log, without its time and place in the source."""
-        lines = self._last_lines() or ["its log is empty"]
-        record = next((line for line in reversed(lines) if _RECORD.match(line)), lines[-1])
-        message = _RECORD.sub("", record, count=1)
-        return "".join(filter(str.isprintable, message)).strip()[:DOING_CHARACTERS]
+        """Return the last line of the log."""
+        last = (self._last_lines() or ["its log is empty"])[-1]
+        return "".join(filter(str.isprintable, last)).strip()[:LINE_CHARACTERS]
 
     def _last_lines(self) -> list[str]:
         with self.log.open("rb") as log:

@@ -134,8 +134,8 @@ class FleetSettings(BaseSettings):
     device: Annotated[Literal["cuda", "xpu", "cpu"] | None, _from_text(str.lower)] = Field(
         None,
         validation_alias="DEVICE_PLATFORM",
-        description="kind of device that instances run on (default: cuda if an NVIDIA device is "
-        "visible, otherwise cpu)",
+        description="kind of device that instances run on: cuda, xpu or cpu (default: cuda if an "
+        "NVIDIA device is visible, otherwise cpu)",
     )
     gpus: Gpus = Field(
         None,

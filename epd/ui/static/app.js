@@ -6,7 +6,6 @@ import { instances } from "./instances.js";
 import { latency } from "./latency.js";
 import { notices } from "./notices.js";
 import { summary } from "./summary.js";
-import { themes } from "./theme.js";
 import { topology } from "./topology.js";
 import { waterfall } from "./waterfall.js";
 
@@ -116,5 +115,4 @@ by("pause").addEventListener("click", () => {
 });
 
 document.addEventListener("visibilitychange", look);
-themes(by("theme"));
 look();

@@ -42,7 +42,6 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
 
 
 def build(name: str) -> "TinyModel":
-    """Build the model of this name."""
     module, _, function = FAMILIES[name].partition(".")
     builder: Callable[[], TinyModel] = getattr(import_module(f"{__name__}.{module}"), function)
     return builder()

@@ -15,7 +15,6 @@ VOCABULARY = Vocabulary(special=("<sound>",), placeholders={"audio": "<sound>"})
 
 
 def build() -> TinyModel:
-    """Return a tiny Audio-Flamingo-3."""
     config = AudioFlamingo3Config(
         architectures=["AudioFlamingo3ForConditionalGeneration"],
         text_config=text_config(VOCABULARY, model_type="qwen2"),

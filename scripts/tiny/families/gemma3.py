@@ -31,7 +31,6 @@ VOCABULARY = Vocabulary(
 
 
 def build() -> TinyModel:
-    """Return a tiny Gemma 3."""
     config = Gemma3Config(
         architectures=["Gemma3ForConditionalGeneration"],
         text_config=text_config(

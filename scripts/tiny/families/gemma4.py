@@ -30,7 +30,6 @@ VOCABULARY = Vocabulary(
 
 
 def build() -> TinyModel:
-    """Return a tiny Gemma 4."""
     config = Gemma4Config(
         architectures=["Gemma4ForConditionalGeneration"],
         text_config=text_config(

@@ -29,7 +29,6 @@ VOCABULARY = Vocabulary(
 
 
 def build() -> TinyModel:
-    """Return a tiny GLM-4.1V."""
     config = Glm4vConfig(
         architectures=["Glm4vForConditionalGeneration"],
         text_config=text_config(

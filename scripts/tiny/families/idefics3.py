@@ -35,7 +35,6 @@ SIZES = {"size": {"longest_edge": 2 * SIDE}, "max_image_size": {"longest_edge": 
 
 
 def sizes(text: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields that both configurations share."""
     return {
         "text_config": text,
         "vision_config": vision_config(image_size=SIDE, patch_size=PATCH),
@@ -48,7 +47,6 @@ def sizes(text: dict[str, Any]) -> dict[str, Any]:
 
 
 def idefics3() -> TinyModel:
-    """Return a tiny Idefics3."""
     config = Idefics3Config(
         architectures=["Idefics3ForConditionalGeneration"],
         **sizes(text_config(VOCABULARY, model_type="llama", head_dim=64)),
@@ -62,7 +60,6 @@ def idefics3() -> TinyModel:
 
 
 def smolvlm() -> TinyModel:
-    """Return a tiny SmolVLM."""
     config = SmolVLMConfig(
         architectures=["SmolVLMForConditionalGeneration"],
         **sizes(text_config(VOCABULARY, model_type="llama", head_dim=64)),

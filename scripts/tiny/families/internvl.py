@@ -27,7 +27,6 @@ VOCABULARY = Vocabulary(
 
 
 def build() -> TinyModel:
-    """Return a tiny InternVL."""
     size = {"height": SIDE, "width": SIDE}
     config = InternVLConfig(
         architectures=["InternVLForConditionalGeneration"],

@@ -25,7 +25,6 @@ VOCABULARY = Vocabulary(
 
 
 def build() -> TinyModel:
-    """Return a tiny Llama 4."""
     config = Llama4Config(
         architectures=["Llama4ForConditionalGeneration"],
         text_config=text_config(

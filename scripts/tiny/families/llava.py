@@ -27,7 +27,6 @@ VOCABULARY = Vocabulary(
 
 
 def llava() -> TinyModel:
-    """Return a tiny LLaVA 1.5."""
     config = LlavaConfig(
         architectures=["LlavaForConditionalGeneration"],
         text_config=text_config(
@@ -53,7 +52,6 @@ def llava() -> TinyModel:
 
 
 def llava_onevision() -> TinyModel:
-    """Return a tiny LLaVA-OneVision."""
     pinpoints = [[SIDE, SIDE], [SIDE, 2 * SIDE], [2 * SIDE, SIDE], [2 * SIDE, 2 * SIDE]]
     config = LlavaOnevisionConfig(
         architectures=["LlavaOnevisionForConditionalGeneration"],

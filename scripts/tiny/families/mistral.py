@@ -24,7 +24,6 @@ VOCABULARY = Vocabulary(
 
 
 def pixtral() -> TinyModel:
-    """Return a tiny Pixtral."""
     config = configuration(
         LlavaConfig,
         architectures=["LlavaForConditionalGeneration"],
@@ -35,7 +34,6 @@ def pixtral() -> TinyModel:
 
 
 def mistral3() -> TinyModel:
-    """Return a tiny Mistral 3."""
     config = configuration(
         Mistral3Config,
         architectures=["Mistral3ForConditionalGeneration"],
@@ -47,7 +45,6 @@ def mistral3() -> TinyModel:
 
 
 def configuration(kind: type[PreTrainedConfig], **more: object) -> PreTrainedConfig:
-    """Return the configuration of a model with Pixtral's tower."""
     return kind(
         text_config=text_config(VOCABULARY, model_type="mistral", head_dim=64),
         vision_config=vision_config(model_type="pixtral", image_size=SIDE, patch_size=PATCH),
@@ -60,7 +57,6 @@ def configuration(kind: type[PreTrainedConfig], **more: object) -> PreTrainedCon
 
 
 def pixtral_processor(spatial_merge_size: int = 1) -> PixtralProcessor:
-    """Return the processor of both models."""
     return PixtralProcessor(
         image_processor=PixtralImageProcessor(
             size={"longest_edge": SIDE}, patch_size={"height": PATCH, "width": PATCH}

@@ -24,7 +24,6 @@ VOCABULARY = Vocabulary(
 
 
 def build() -> TinyModel:
-    """Return a tiny PaddleOCR-VL."""
     config = PaddleOCRVLConfig(
         architectures=["PaddleOCRVLForConditionalGeneration"],
         text_config=text_config(

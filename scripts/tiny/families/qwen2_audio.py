@@ -13,7 +13,6 @@ from scripts.tiny.weights import INNER_MODELS
 
 
 def build() -> TinyModel:
-    """Return a tiny Qwen2-Audio."""
     config = Qwen2AudioConfig(
         architectures=["Qwen2AudioForConditionalGeneration"],
         text_config=text_config(VOCABULARY, model_type="qwen2"),

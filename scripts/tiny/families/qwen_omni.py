@@ -66,7 +66,6 @@ QWEN3 = omni_vocabulary(
 
 
 def qwen2_5_omni() -> TinyModel:
-    """Return a tiny Qwen2.5-Omni."""
     config = Qwen2_5OmniConfig(
         architectures=["Qwen2_5OmniModel"],
         thinker_config={

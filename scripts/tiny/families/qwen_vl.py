@@ -39,7 +39,6 @@ PATCH = 16
 
 
 def tokens() -> dict[str, Any]:
-    """Return the placeholder fields that all configurations share."""
     return {
         "image_token_id": VOCABULARY.id("<|image_pad|>"),
         "video_token_id": VOCABULARY.id("<|video_pad|>"),
@@ -51,7 +50,6 @@ def tokens() -> dict[str, Any]:
 
 
 def qwen2_vl() -> TinyModel:
-    """Return a tiny Qwen2-VL."""
     config = Qwen2VLConfig(
         architectures=["Qwen2VLForConditionalGeneration"],
         text_config=text_config(VOCABULARY, rope_parameters=ROPE),
@@ -88,7 +86,6 @@ def qwen2_5_vl(
 
 
 def qwen3_vl() -> TinyModel:
-    """Return a tiny Qwen3-VL."""
     config = Qwen3VLConfig(
         architectures=["Qwen3VLForConditionalGeneration"],
         text_config=text_config(VOCABULARY, head_dim=64, rope_parameters=INTERLEAVED),

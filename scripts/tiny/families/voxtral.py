@@ -25,7 +25,6 @@ SOUND = {
 
 
 def build() -> TinyModel:
-    """Return a tiny Voxtral."""
     config = VoxtralConfig(
         architectures=["VoxtralForConditionalGeneration"],
         text_config=text_config(

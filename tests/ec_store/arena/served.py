@@ -139,7 +139,7 @@ def tell(child: subprocess.Popen[str]) -> None:
 
 def lose_connection(store: ArenaStore) -> None:
     """End the store's connection, as after a time-out; what it reads stays pinned."""
-    store._connection._disconnect()  # noqa: SLF001
+    store.connection._disconnect()  # noqa: SLF001
 
 
 def end(child: subprocess.Popen[str]) -> None:

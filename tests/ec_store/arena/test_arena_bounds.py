@@ -19,7 +19,7 @@ import uvloop
 
 from ec_store.arena import connection as connections
 from ec_store.arena.aio_connection import AsyncArenaConnection
-from ec_store.arena.connection import MAX_WAITS, ArenaConnection, WaitingConnections
+from ec_store.arena.connection import ArenaConnection
 from ec_store.arena.extents import PAGE_BYTES, ExtentAllocator
 from ec_store.arena.index import ArenaIndex
 from ec_store.arena.memory import create_memory, map_memory
@@ -48,7 +48,6 @@ from ec_store.arena.protocol import (
     Release,
     Stats,
     Unpin,
-    Wait,
     Welcome,
     encode,
     read_reply,
@@ -235,55 +234,16 @@ async def test_a_server_closes_with_a_connection_in_every_state(path: Path) -> N
 def test_waits_of_several_threads_do_not_wait_for_each_other(
     path: Path, client: ArenaConnection
 ) -> None:
-    waiting = WaitingConnections(str(path), 10)
     digests = [bytes.fromhex(key(str(n)).digest) for n in range(2)]
     client.call(ClaimKeys(digests, b"owner", 60), Claimed)
-    with closing(waiting), ThreadPoolExecutor(2) as pool:
-        first, second = (pool.submit(waiting.wait, Wait([each], 60)) for each in digests)
+    with opened(path) as store, ThreadPoolExecutor(2) as pool:
+        first, second = (pool.submit(store._wait, each, 60) for each in digests)  # noqa: SLF001
         until(path, clients=4)
         client.call(Release([digests[1]], b"owner"), Done)
         second.result(10)
         assert not first.done()
         client.call(Release([digests[0]], b"owner"), Done)
         first.result(10)
-
-
-def test_threads_that_wait_have_a_maximum(path: Path, client: ArenaConnection) -> None:
-    waiting = WaitingConnections(str(path), 10)
-    digest = bytes.fromhex(key().digest)
-    client.call(ClaimKeys([digest], b"owner", 60), Claimed)
-    with closing(waiting), ThreadPoolExecutor(MAX_WAITS) as pool:
-        waits = [pool.submit(waiting.wait, Wait([digest], 60)) for _ in range(MAX_WAITS)]
-        until(path, clients=2 + MAX_WAITS)
-        with pytest.raises(StoreUnavailable, match="threads wait"):
-            waiting.wait(Wait([digest], 0.1))
-        client.call(Release([digest], b"owner"), Done)
-        for wait in waits:
-            wait.result(10)
-        waiting.wait(Wait([digest], 10))
-
-
-def test_a_forked_child_waits_on_connections_of_its_own(
-    path: Path, client: ArenaConnection
-) -> None:
-    waiting = WaitingConnections(str(path), 10)
-    digest = bytes.fromhex(key().digest)
-    client.call(ClaimKeys([digest], b"owner", 60), Claimed)
-    with closing(waiting), ThreadPoolExecutor(MAX_WAITS) as pool:
-        waits = [pool.submit(waiting.wait, Wait([digest], 60)) for _ in range(MAX_WAITS)]
-        until(path, clients=2 + MAX_WAITS)
-        child = os.fork()
-        if child == 0:
-            try:
-                waiting.wait(Wait([digest], 0.1))
-                os._exit(0)
-            finally:
-                os._exit(1)
-        assert os.waitpid(child, 0)[1] == 0
-        assert not any(wait.done() for wait in waits)
-        client.call(Release([digest], b"owner"), Done)
-        for wait in waits:
-            wait.result(10)
 
 
 @pytest.mark.fault(121)

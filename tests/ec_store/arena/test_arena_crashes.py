@@ -25,7 +25,6 @@ from ec_store import Entry
 from ec_store.arena.extents import PAGE_BYTES, ExtentAllocator
 from ec_store.arena.index import ArenaIndex
 from ec_store.arena.memory import create_memory
-from ec_store.arena.protocol import Wait
 from ec_store.arena.server import ArenaServer
 from ec_store.arena.sockets import bind
 from ec_store.arena.store import ArenaStore
@@ -36,8 +35,8 @@ from tests.ec_store.contract import assert_same, key, sized
 ARENA = f"{os.sep}ec_store{os.sep}arena{os.sep}"
 KEPT = [key(f"kept/{n}") for n in range(3)]
 ENTRY = sized(100_000, 7)
-KILLS = 60
 ALL_STEPS = os.environ.get("CRASH_STEPS") == "all"
+KILLS = 300 if ALL_STEPS else 60
 
 Operation = Callable[[ArenaStore], object]
 
@@ -62,7 +61,7 @@ def use_keys(store: ArenaStore) -> None:
 
 
 def wait(store: ArenaStore) -> None:
-    store._waiting.wait(Wait([bytes.fromhex(key().digest)], 1.0))  # noqa: SLF001
+    store._wait(bytes.fromhex(key().digest), 1.0)  # noqa: SLF001
 
 
 OPERATIONS: Mapping[str, Operation] = {

@@ -55,7 +55,7 @@ REQUESTS: tuple[Request, ...] = (
     Delete([OTHER]),
     ClaimKeys([OTHER], b"owner", 0.01),
     Release([OTHER], b"owner"),
-    Wait([OTHER], 0.0),
+    Wait(OTHER, 0.0),
     List(b""),
     Register(b"model", b"namespace"),
     GetStats(),

@@ -3,6 +3,7 @@
 import ctypes
 import errno
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -15,7 +16,13 @@ import pytest
 
 from ec_store.arena import memory
 from ec_store.arena.extents import PAGE_BYTES
-from ec_store.arena.memory import POPULATE_BYTES, create_memory, map_memory, populate
+from ec_store.arena.memory import (
+    MADV_COLLAPSE,
+    POPULATE_BYTES,
+    create_memory,
+    map_memory,
+    populate,
+)
 from tests.ec_store.arena.served import (
     MIB,
     Serve,
@@ -182,27 +189,34 @@ def test_the_population_ends_with_its_memory(monkeypatch: pytest.MonkeyPatch) ->
     assert steps == [POPULATE_BYTES]
 
 
+def test_a_mapped_memory_has_huge_pages() -> None:
+    created = create_memory(8 * MIB)
+    if created.pages == "pages of 4 KiB":
+        pytest.skip("this kernel gives no huge pages")
+    mapped = map_memory(created.fd, created.size_bytes, write=False)
+    populate(mapped, write=False).join()
+    os.close(created.fd)
+
+    _, _, mapping = Path("/proc/self/smaps").read_text().partition(f"{mapped.ctypes.data:x}-")
+    huge_kib = re.search("(?:ShmemPmdMapped|Shared_Hugetlb): +([0-9]+) kB", mapping)
+    assert huge_kib is not None
+    assert huge_kib[1] == "8192"
+
+
 @pytest.mark.parametrize(
-    ("allowed", "mapped_kib", "pages"),
+    ("refused", "slow_s", "pages"),
     [
-        ("always within_size [advise] never deny force", 8192, "huge pages of 2 MiB"),
-        ("always within_size [advise] never deny force", 2048, "pages of 4 KiB"),
-        ("always within_size advise [never] deny force", 0, "pages of 4 KiB"),
-        (None, 0, "pages of 4 KiB"),
+        (None, 60.0, "huge pages of 2 MiB"),
+        (MADV_COLLAPSE, 60.0, "pages of 4 KiB"),
+        (None, 0.0, "pages of 4 KiB"),  # only the first step has huge ones
     ],
 )
-def test_a_memory_has_huge_pages_where_the_kernel_gives_them(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    allowed: str | None,
-    mapped_kib: int,
-    pages: str,
+def test_a_memory_has_huge_pages_where_the_kernel_gives_them_soon(
+    monkeypatch: pytest.MonkeyPatch, refused: int | None, slow_s: float, pages: str
 ) -> None:
-    setting = tmp_path / "shmem_enabled"
-    if allowed is not None:
-        setting.write_text(allowed)
-    monkeypatch.setattr(memory, "SHMEM_HUGE", setting)
-    monkeypatch.setattr(memory, "_smaps", lambda _: f"Rss: 1 kB\nShmemPmdMapped: {mapped_kib} kB\n")
+    monkeypatch.setattr(memory, "_madvise", lambda *call: -(call[2] == refused))
+    monkeypatch.setattr(memory, "STEP_BYTES", 2 * MIB)
+    monkeypatch.setattr(memory, "HUGE_STEP_S", slow_s)
 
     created = create_memory(8 * MIB - 4096)  # no multiple of 2 MiB: none is reserved for it
     try:
@@ -212,27 +226,15 @@ def test_a_memory_has_huge_pages_where_the_kernel_gives_them(
         os.close(created.fd)
 
 
+def test_a_descriptor_of_no_memory_is_an_error() -> None:
+    read, write = os.pipe()
+    with pytest.raises(OSError, match="No such device"):
+        memory._map(read, 4096, write=False)  # noqa: SLF001
+    os.close(read)
+    os.close(write)
+
+
 def test_a_memory_is_of_its_user_alone() -> None:
     created = create_memory(4096)
     assert os.fstat(created.fd).st_mode & 0o777 == 0o600
     os.close(created.fd)
-
-
-def test_a_process_that_may_not_read_its_mappings_finds_none(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise PermissionError
-
-    monkeypatch.setattr(Path, "open", refuse)
-    assert memory._smaps(0) == ""  # noqa: SLF001
-
-
-def test_the_mapping_at_an_address_is_described(tmp_path: Path) -> None:
-    created = create_memory(4096)
-    mapped = map_memory(created.fd, 4096, write=False)
-    os.close(created.fd)
-
-    first, *_ = memory._smaps(mapped.ctypes.data).splitlines()  # noqa: SLF001
-    assert first.endswith("/memfd:ec-store (deleted)")
-    assert "ShmemPmdMapped:" in memory._smaps(mapped.ctypes.data)  # noqa: SLF001

@@ -35,7 +35,6 @@ from ec_store.arena.protocol import (
     Pins,
     Read,
     Register,
-    Release,
     Wait,
     encode,
     read_reply,
@@ -68,7 +67,7 @@ KEY = bytes.fromhex(key().digest)
 def test_a_killed_writer_leaves_nothing(path: Path, server: ArenaServer, store: ArenaStore) -> None:
     child = in_child(
         path,
-        f"store._connection.call(Begin({KEY!r}, b'', 2**20, False), Begun)\n"
+        f"store.connection.call(Begin({KEY!r}, b'', 2**20, False), Begun)\n"
         "print('ready', flush=True); time.sleep(60)",
     )
     assert stats(path).begun_bytes == MIB
@@ -194,11 +193,11 @@ def test_a_server_that_allocates_its_memory_refuses_clients_at_once(path: Path) 
         (MAX_REQUEST_BYTES + 1).to_bytes(4, "little"),
         b"\x00\x00\x00\x00",
         encode(End(7, b"header")),
-        encode(Hello(1, "proxy")),
+        encode(Hello(VERSION, "proxy")),
         encode(Read([b"short"])),
         encode(ClaimKeys([KEY], b"owner", -1.0)),
         encode(ClaimKeys([KEY], b"owner", float("nan"))),
-        encode(Wait([], 60)) + encode(GetStats()) + encode(GetStats()) + encode(End(7, b"")),
+        encode(Wait(KEY, 60)) + encode(GetStats()) + encode(GetStats()) + encode(End(7, b"")),
         encode(Done(1)),
         encode(Register(b"x" * 65537, b"")),
         encode(Register(b"model", b"\xff")),
@@ -238,16 +237,16 @@ def test_a_connection_without_a_first_request_is_closed(
 
 
 def test_a_client_of_another_version_is_told_both_versions(path: Path, server: ArenaServer) -> None:
-    [reply] = raw(path, encode(Hello(2, "writer")))
+    [reply] = raw(path, encode(Hello(VERSION + 1, "writer")))
 
-    assert "version 1" in read_reply(reply).text  # type: ignore[union-attr]
-    assert "version 2" in read_reply(reply).text  # type: ignore[union-attr]
+    assert f"version {VERSION}" in read_reply(reply).text  # type: ignore[union-attr]
+    assert f"version {VERSION + 1}" in read_reply(reply).text  # type: ignore[union-attr]
 
 
 def test_a_proxy_gets_no_memory(path: Path, server: ArenaServer) -> None:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(str(path))
-        connection.sendall(encode(Hello(1, "proxy")))
+        connection.sendall(encode(Hello(VERSION, "proxy")))
         _, fds, _, _ = socket.recv_fds(connection, 4096, 4)
 
         assert fds == []
@@ -265,7 +264,7 @@ def test_a_proxy_reads_and_writes_no_payload(
 def test_a_reader_cannot_write(path: Path, server: ArenaServer) -> None:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(str(path))
-        connection.sendall(encode(Hello(1, "reader")))
+        connection.sendall(encode(Hello(VERSION, "reader")))
         _, [fd], _, _ = socket.recv_fds(connection, 4096, 4)
     try:
         with pytest.raises(OSError, match="Bad file descriptor"):
@@ -277,7 +276,7 @@ def test_a_reader_cannot_write(path: Path, server: ArenaServer) -> None:
 def test_no_client_can_resize_the_memory(path: Path, server: ArenaServer) -> None:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(str(path))
-        connection.sendall(encode(Hello(1, "writer")))
+        connection.sendall(encode(Hello(VERSION, "writer")))
         _, [fd], _, _ = socket.recv_fds(connection, 4096, 4)
     try:
         for size in (0, 16 * MIB):
@@ -306,18 +305,6 @@ def test_a_full_memory_evicts_and_refuses_only_when_all_is_in_use(
     del held, each
     assert store.put(key("more"), sized(2)) is True
     assert store.stats().drops == 2
-
-
-def test_leased_entries_are_not_evicted(server: ArenaServer, store: ArenaStore) -> None:
-    for n in range(8):
-        store.put(key(str(n)), sized(MIB))
-    store.lease([key(str(n)) for n in range(7)], 60)
-    store.put(key("a"), sized(MIB))
-
-    assert store.lookup([key("7")]) == [None]
-    with pytest.raises(StoreUnavailable, match="full"):
-        store.put(key("b"), sized(2 * MIB))
-    assert None not in store.lookup([key(str(n)) for n in range(7)])
 
 
 def test_an_entry_in_several_extents_is_read_as_it_was_written(
@@ -353,7 +340,7 @@ def test_a_wait_ends_with_the_claim(path: Path, server: ArenaServer, how: str) -
     claimer.call(ClaimKeys([KEY], b"owner", seconds), Claimed)
     waiter = ArenaConnection(str(path), "proxy", 10)
     with ThreadPoolExecutor(1) as pool:
-        wait = pool.submit(waiter.call, Wait([KEY], 60), Done, seconds=60)
+        wait = pool.submit(waiter.call, Wait(KEY, 60), Done, seconds=60)
         until(path, clients=3)
         if how == "release":
             store = opened(path)
@@ -366,36 +353,6 @@ def test_a_wait_ends_with_the_claim(path: Path, server: ArenaServer, how: str) -
     waiter.close()
 
 
-def test_a_change_of_a_key_looks_at_no_other_key_of_those_that_wait(
-    path: Path, server: ArenaServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    digests = [bytes.fromhex(key(str(n)).digest) for n in range(100)]
-    claimer = ArenaConnection(str(path), "proxy", 10)
-    claimer.call(ClaimKeys(digests, b"owner", 60), Claimed)
-    waiters = [ArenaConnection(str(path), "proxy", 10) for _ in range(3)]
-    index = server.arena.index
-    looked_at: list[bytes] = []
-    pending_until_s = index.pending_until_s
-
-    def noted(digest: bytes, now_s: float) -> float:
-        looked_at.append(digest)
-        return pending_until_s(digest, now_s)
-
-    with ThreadPoolExecutor(3) as pool:
-        waits = [pool.submit(each.call, Wait(digests, 60), Done, seconds=60) for each in waiters]
-        wait_for(lambda: len(server.waiting[digests[-1]]) == 3)
-        monkeypatch.setattr(index, "pending_until_s", noted)
-        for digest in digests[:-1]:
-            claimer.call(Release([digest], b"owner"), Done)
-        assert looked_at == digests[:-1]
-        assert not any(wait.done() for wait in waits)
-        claimer.call(Release(digests[-1:], b"owner"), Done)
-        for wait in waits:
-            wait.result(10)
-    for each in (claimer, *waiters):
-        each.close()
-
-
 def test_a_wait_ends_for_a_claim_that_ends_before_a_write_that_was_given_up(
     path: Path, server: ArenaServer
 ) -> None:
@@ -404,7 +361,7 @@ def test_a_wait_ends_for_a_claim_that_ends_before_a_write_that_was_given_up(
     writer.call(ClaimKeys([KEY], b"owner", 0.5), Claimed)
     waiter = ArenaConnection(str(path), "proxy", 10)
     with ThreadPoolExecutor(1) as pool:
-        wait = pool.submit(waiter.call, Wait([KEY], 60), Done, seconds=60)
+        wait = pool.submit(waiter.call, Wait(KEY, 60), Done, seconds=60)
         wait_for(lambda: server.waiting[KEY])
         writer.call(End(begun.number, b""), Done, within=arena)
         wait.result(8)  # and not when expired claims are looked for
@@ -416,7 +373,7 @@ def test_a_wait_ends_with_its_time(path: Path, server: ArenaServer) -> None:
     client = ArenaConnection(str(path), "proxy", 10)
     client.call(ClaimKeys([KEY], b"owner", 60), Claimed)
     waiter = ArenaConnection(str(path), "proxy", 10)
-    waiter.call(Wait([KEY], 0.1), Done)
+    waiter.call(Wait(KEY, 0.1), Done)
 
     assert client.call(ClaimKeys([KEY], b"other", 60), Claimed)[0].held == [False]
     client.close()
@@ -451,7 +408,7 @@ def test_a_client_that_reads_no_reply_gets_no_more_of_them(
 ) -> None:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(str(path))
-        connection.sendall(encode(Hello(1, "proxy")))
+        connection.sendall(encode(Hello(VERSION, "proxy")))
         connection.recv(4096)
         connection.setblocking(False)
         request, sent = encode(ClaimKeys([], b"o", 1.0)) * 1000, 0
@@ -467,7 +424,7 @@ def test_a_client_that_reads_no_large_reply_gets_the_next_ones_when_it_does(
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(10)
         connection.connect(str(path))
-        connection.sendall(encode(Hello(1, "writer")))
+        connection.sendall(encode(Hello(VERSION, "writer")))
         connection.recv(4096)
         connection.sendall(encode(Begin(KEY, b"", 1, False)))
         begun = read_reply(connection.recv(4096)[4:])
@@ -571,7 +528,7 @@ class TestProcess:
             lambda store: store.stats(),
             lambda store: store.namespaces(),
             lambda store: store.register_namespace("model", "namespace"),
-            lambda store: store._waiting.wait(Wait([KEY], 0.1)),  # noqa: SLF001
+            lambda store: store._wait(KEY, 0.1),  # noqa: SLF001
         ]
         for connected in (False, True):
             with ExitStack() as stack:
@@ -646,7 +603,7 @@ def test_an_entry_may_be_released_within_another_call(
 ) -> None:
     store.put(key(), sized(MIB))
     found = store.get(key())
-    with store._connection._lock.mutex:  # noqa: SLF001
+    with store.connection._lock.mutex:  # noqa: SLF001
         del found  # as a garbage collection does, which must not wait
     assert stats(path).pinned_bytes == MIB
     store.lookup([key()])

@@ -83,7 +83,7 @@ def test_verify_deletes_the_corrupt_entry_and_not_one_that_has_replaced_it(
     pin, arena = hashed_pin(connection, key())
     arena.parts(pin.extents, 1)[0][0] ^= 1
     replacing = ArenaStore(store.options)
-    call = store._connection.call  # noqa: SLF001
+    call = store.connection.call
 
     def replace_after_read(request: Request, *args: Any, **options: Any) -> Any:
         reply = call(request, *args, **options)
@@ -91,7 +91,7 @@ def test_verify_deletes_the_corrupt_entry_and_not_one_that_has_replaced_it(
             replacing.put(key(), sized(MIB, 2), replace=True)
         return reply
 
-    monkeypatch.setattr(store._connection, "call", replace_after_read)  # noqa: SLF001
+    monkeypatch.setattr(store.connection, "call", replace_after_read)
     [row] = store.verify(fix=True)
     assert row.problem == "its checksum does not match its payload"
     monkeypatch.undo()

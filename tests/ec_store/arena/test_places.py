@@ -35,7 +35,7 @@ def server(path: Path) -> Iterator[ArenaServer]:
 def stats(store: ArenaStore) -> Stats:
     """Return the server's statistics, after all releases of the store have been sent."""
     gc.collect()
-    return store._connection.call(GetStats(), Stats)[0]  # noqa: SLF001
+    return store.connection.call(GetStats(), Stats)[0]
 
 
 def divide(store: ArenaStore) -> Entry:

@@ -40,7 +40,6 @@ from ec_store.arena.protocol import (
     GetStats,
     Headers,
     Hello,
-    Pins,
     Read,
     Release,
     Reply,
@@ -58,7 +57,7 @@ from ec_store.entry import EntryInfo, encode_header
 from ec_store.errors import StoreUnavailable
 from ec_store.redis.store import RedisStore
 from ec_store.service import create_app
-from tests.ec_store.arena.served import MIB, serving, wait_for
+from tests.ec_store.arena.served import MIB, hashed_pin, serving, wait_for
 from tests.ec_store.contract import assert_same, entry, key, sized
 from tests.paths import ROOT
 from tests.support.redis_server import RedisServer
@@ -331,11 +330,7 @@ def test_bytes_that_are_corrupt_in_the_memory_are_not_sent(redis: RedisServer, a
     a.tier.lookups.clear()
     a.store.put(key(), entry())
     writer = ArenaConnection(str(a.path), "writer", 10)
-    checksum = ""
-    while not checksum:  # the server computes it soon
-        reply, arena = writer.call(Read([bytes.fromhex(key().digest)]), Pins)
-        [pin] = reply.pins
-        checksum = pin.checksum
+    pin, arena = hashed_pin(writer, key())
     [part] = arena.parts(pin.extents, 1)
     part[0] ^= 1
     writer.close()
@@ -604,14 +599,6 @@ def test_purges_that_wait_for_the_tier_have_a_maximum(a: Host) -> None:
         a.store.purge(f"namespace-{number}")
 
     assert a.counts.drops == 3
-
-
-def test_equal_purges_in_a_row_are_one(a: Host) -> None:
-    a.tier.removals.clear()
-    for _ in range(20):
-        a.store.purge("namespace")
-
-    assert a.counts.drops == 0
 
 
 def test_an_entry_that_is_deleted_during_its_look_up_does_not_come(a: Host, b: Host) -> None:

@@ -1,11 +1,11 @@
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import orjson
@@ -67,7 +67,7 @@ def refused(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
 OURS = machine()["cpu"]
 
 
-def record(path: Path, ratio: float | str, cpu: object = OURS, scenario: str = "text-json") -> str:
+def record(path: Path, ratio: float, cpu: object = OURS, scenario: str = "text-json") -> str:
     """Write the results of one scenario to a file for `--check`."""
     relay = {"relay": {"epd_ratio": ratio}}
     results = [{"scenario": {"name": scenario}, "contenders": relay}]
@@ -162,11 +162,7 @@ def test_a_contender_that_refuses_requests_is_no_success(tmp_path: Path) -> None
         (("--scenario", "nonsense"), "invalid choice"),
         (("--against", "x"), "not of the form"),
         (("--against", "a/b=x"), "not of the form"),
-        (("--against", "a=x {port.y}"), "has a placeholder other"),
-        (("--out", "/nonexistent/x"), "No such file"),
-        (("--against", "epd=x"), "distinct names"),
         (("--check", "x.json"), "--check needs --against relay=COMMAND"),
-        (("--against", "relay=x", "--check", "/nonexistent"), "No such file"),
     ],
 )
 def test_invalid_flags_are_reported_in_one_line(
@@ -175,34 +171,13 @@ def test_invalid_flags_are_reported_in_one_line(
     assert message in refused(capsys, *flags)
 
 
-@pytest.mark.parametrize(
-    ("recorded", "message"),
-    [
-        ({"machine": {"cpu": OURS}, "results": []}, "has no scenario of this run"),
-        ({"machine": {"cpu": OURS}, "kind": "serve", "runs": []}, "'results'"),
-        ({"results": []}, "'machine'"),
-        ([], "list indices"),
-    ],
-)
-def test_a_check_that_checks_nothing_is_an_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], recorded: object, message: str
-) -> None:
-    file = tmp_path / "recorded.json"
-    file.write_bytes(orjson.dumps(recorded))
-
-    assert message in refused(capsys, "--scenario", "text-json", *BASELINE, "--check", str(file))
-
-
-@pytest.mark.parametrize(
-    ("written", "message"),
-    [(("x",), "could not convert"), ((1.0, OURS, "a"), "has no scenario of this run")],
-)
 def test_a_record_without_the_measured_scenario_is_an_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], written: tuple[Any, ...], message: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = record(tmp_path / "recorded.json", *written)
+    file = record(tmp_path / "recorded.json", 1.0, scenario="a")
+    flags = ("--scenario", "text-json", *BASELINE, "--check", file)
 
-    assert message in refused(capsys, "--scenario", "text-json", *BASELINE, "--check", file)
+    assert "has no scenario of this run" in refused(capsys, *flags)
 
 
 def test_a_contender_that_cannot_be_started_leaves_no_other() -> None:
@@ -231,22 +206,9 @@ def test_no_process_is_left_however_the_benchmark_ends(number: signal.Signals) -
     assert "Traceback" not in said
     assert left(mark) == {}
     assert len(folders) == 1
-    assert not any(map(os.path.exists, folders))
-
-
-def test_a_second_interrupt_leaves_no_process() -> None:
-    mark = new_mark()
-    command = [*OVERHEAD, "--seconds", "60", "--scenario", "text-json"]
-    with subprocess.Popen(command, env=marked(mark), stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        assert "text, JSON" in process.stderr.readline()
-        folders = folders_of(mark)
-        while process.poll() is None:
-            process.terminate()
-
-    assert left(mark) == {}
-    assert len(folders) == 1
-    assert not any(map(os.path.exists, folders))
+    assert any(map(os.path.exists, folders)) == (number == signal.SIGKILL)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def folders_of(mark: str) -> set[str]:

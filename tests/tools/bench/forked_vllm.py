@@ -3,7 +3,6 @@
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from tempfile import TemporaryFile
 from unittest.mock import patch
 
 from epd.__main__ import main
@@ -17,11 +16,8 @@ def run_vllm(
 ) -> subprocess.CompletedProcess[bytes]:
     """Run a `vllm` command as `subprocess.run` does."""
     assert words[: len(VLLM)] == VLLM
-    with TemporaryFile() as output:
-        with fork_vllm(words[len(VLLM) :], env, output.fileno()) as program:
-            code = program.wait()
-        output.seek(0)
-        return subprocess.CompletedProcess(words, code, output.read())
+    with fork_vllm(words[len(VLLM) :], env, sys.stdout.fileno()) as program:
+        return subprocess.CompletedProcess(words, program.wait())
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from epd.tools.bench.dataset import MAX_PIXELS, MAX_TURNS, MIN_PIXELS, conversation, jpeg, rng, size
+from epd.tools.bench.dataset import MAX_PIXELS, MIN_PIXELS, jpeg, question, rng, size
 
 
 @given(st.integers())
@@ -49,25 +49,7 @@ def test_a_seed_makes_the_same_picture_and_another_seed_another() -> None:
     assert jpeg(rng(1)) != jpeg(rng(2))
 
 
-@given(st.integers())
-def test_users_and_models_take_turns_in_the_columns_of_vision_arena(seed: int) -> None:
-    turns = conversation(rng(seed))
-
-    assert 2 <= len(turns) <= 2 * MAX_TURNS
-    assert [[message["role"] for message in turn] for turn in turns] == [
-        ["user"],
-        ["assistant"],
-    ] * (len(turns) // 2)
-    assert all(message["content"] for turn in turns for message in turn)
-
-
-def test_conversations_differ_in_their_number_of_turns() -> None:
-    lengths = {len(conversation(rng(seed))) for seed in range(100)}
-
-    assert lengths > {2, 4, 6}
-
-
 def test_hardly_two_questions_are_the_same() -> None:
-    firsts = {conversation(rng(seed))[0][0]["content"] for seed in range(1000)}
+    firsts = {question(rng(seed)) for seed in range(1000)}
 
     assert len(firsts) > 990

@@ -241,13 +241,6 @@ def test_one_instance_with_several_namespaces_has_one_finding() -> None:
     assert "config.json" in finding.advice
 
 
-def test_a_consumer_with_another_store_than_the_encode_instances_is_named() -> None:
-    fleet = [facts(namespaces=frozenset({"a:1"})), facts(PD, namespaces=frozenset({"a:2"}))]
-    [finding] = bad(judge_fleet(fleet))
-
-    assert finding.seen == "a:1 at http://e; a:2 at http://pd"
-
-
 @pytest.mark.parametrize(
     ("trial", "advice"),
     [

@@ -263,7 +263,7 @@ async def test_a_trial_beside_other_transfers_is_repeated(clinic: Clinic, talkin
     finding = of_pair(await clinic.findings(**WITHOUT))
 
     assert counts.tokens[2:8:2] == [MAX_TOKENS - 1] * trials.REPEATS
-    assert "transfers of other requests at the same time: 1" in finding.seen
+    assert finding.seen.startswith("transfers of other requests took place at the same time")
 
 
 async def test_kv_blocks_on_a_machine_without_accelerators_are_not_judged(

@@ -68,6 +68,7 @@ def test_topologies_are_read_as_written(encode: int, prefill: int, decode: int) 
     name = f"{encode}e" if encode else ""
     name += f"{prefill}p{decode}d" if decode else f"{prefill}pd"
     roles = Topology.parse(name).roles
+    assert Topology.parse(name.upper()).roles == roles
     counts = {role: roles.count(role) for role in Role}
 
     assert counts[Role.ENCODE] == encode

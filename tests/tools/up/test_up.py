@@ -306,29 +306,6 @@ def test_an_engine_that_ends_while_others_of_its_device_wait_ends_all(tmp_path: 
     assert left(up.mark, 0) == {}
 
 
-def test_a_signal_while_engines_of_a_device_wait_leaves_nothing(tmp_path: Path) -> None:
-    up = on_devices(tmp_path, "e=0,p=0,d=0", "--prefill-flags", "--fake slow")
-    with up.started() as process:
-        up.wait_for(process, "starting prefill-")
-        process.send_signal(signal.SIGTERM)
-        said = up.end_of(process)
-
-    assert process.returncode == 1
-    assert said.endswith("epd up: stopped\n")
-    assert left(up.mark, 0) == {}
-
-
-def test_engines_that_never_serve_end_all(tmp_path: Path) -> None:
-    up = Up(tmp_path, "--decode-flags", "--fake slow", "--timeout-s", "10")
-    ran = up.run()
-
-    assert ran.returncode == 1
-    assert "epd up: not ready after 10 s: " in ran.stderr
-    assert f"prefill-decode-{up.ports['prefill-decode-port']}" in ran.stderr
-    assert "Loading what is not there" in ran.stderr
-    assert left(up.mark, 0) == {}
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_it_starts_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
     up = Up(tmp_path, "--decode-flags", "--fake slow")
@@ -410,28 +387,6 @@ def test_up_keeps_the_other_servers_after_the_death_of_an_engine(tmp_path: Path)
     assert left(up.mark, 0) == {}
 
 
-def test_up_stops_all_servers_after_the_death_of_the_proxy(tmp_path: Path) -> None:
-    up = Up(tmp_path)
-    with up.started() as process:
-        up.wait_for(process, "ready: ")
-        os.kill(up.pid("port"), signal.SIGKILL)
-        said = up.end_of(process)
-
-    assert process.returncode == 1
-    assert "epd up: proxy ended by SIGKILL" in said
-    assert said.endswith("\nThe proxy has ended: stopping all servers.\n")
-    assert left(up.mark, 0) == {}
-
-
-def test_no_server_is_left_after_a_kill(tmp_path: Path) -> None:
-    up = Up(tmp_path)
-    with up.started() as process:
-        up.wait_for(process, "ready: ")
-        process.kill()
-        process.wait(WITHIN_S)
-        assert left(up.mark) == {}
-
-
 def test_a_used_port_is_named(tmp_path: Path) -> None:
     up = Up(tmp_path)
     with socket.socket() as taken:
@@ -476,16 +431,6 @@ def test_an_unreachable_redis_is_reported_before_the_start(tmp_path: Path) -> No
     assert ran.returncode == 1
     assert "epd up: Redis: " in ran.stderr
     assert "starting" not in ran.stdout
-
-
-def test_a_folder_is_a_persistent_store(tmp_path: Path) -> None:
-    up = Up(tmp_path, "--ec-store", str(tmp_path / "ec store"))
-    with up.started() as process:
-        up.wait_for(process, "ready: ")
-        process.send_signal(signal.SIGINT)
-        up.end_of(process)
-
-    assert (tmp_path / "ec store").is_dir()
 
 
 @pytest.mark.parametrize(
