@@ -1,6 +1,6 @@
 """Encoder store: encoder outputs, shared by vLLM instances.
 
-The names below are imported at their first use. `ec_store.engine.tensors` has to run in an
+The names below are imported at their first use. `ec_store.engine.region` has to run in an
 environment with PyTorch alone, and the other modules of this package import more.
 """
 

@@ -9,8 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Future
-from contextlib import suppress
+from concurrent.futures import Future
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TypeVar
 
@@ -112,12 +111,6 @@ class DaemonPool:
             self._threads += 1
             self._refused = False
         return True
-
-    def finish(self, timeout_s: float) -> None:
-        """Run the queued jobs, for at most `timeout_s` seconds, and close a pool of one thread."""
-        with suppress(TimeoutError, CancelledError):  # cancelled: there is no thread
-            self.submit(lambda: None).result(timeout_s)
-        self.close()
 
     def close(self) -> None:
         """Start no more calls; running ones end by themselves."""

@@ -21,17 +21,19 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from ec_store.arena.memory import create_memory, map_memory
+from ec_store.engine.region import Region, register
 from ec_store.engine.tensors import (
     HostCopies,
+    Loader,
     Output,
     as_tensor,
     new_stream,
     pinned_memory,
-    register,
     to_device,
 )
 
@@ -110,7 +112,7 @@ def main() -> int:
         kept, where = _open(args.store, running)
         print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {os.cpu_count()} cores,")
         print(f"{where}, medians of {args.rounds} rounds, GB/s\n")
-        names = ["D2H pinned", "D2H copier", "device to store", "H2D pinned"]
+        names = ["D2H pinned", "D2H ring", "device to store", "H2D pinned", "H2D region"]
         names += ["store to device", "device to arena", "arena to device"]
         print(f"| entry | {' | '.join(names)} |\n| --- |{' --- |' * len(names)}")
         for size_mb in SIZES_MB:
@@ -152,23 +154,39 @@ def _arena_ways(tensor: torch.Tensor) -> dict[str, Callable[[], object]]:
 def _measure(size: int, kept: Kept, rounds: int) -> dict[str, list[float]]:
     tensor = torch.randn(size // 2, device="cuda", dtype=torch.bfloat16)
     plain = pinned_memory(size)
-    copies = HostCopies()
+    ring, region, loader = HostCopies(4 * size), Region(4 * size, 1), Loader(0)
+    loader.map_shared(region.shared_region())
+    while not region.is_mapped():
+        time.sleep(0.01)
 
     def copied() -> Any:
-        return copies.start(tensor)()
+        wait = ring.start(tensor)
+        if wait is None:
+            raise RuntimeError("the ring is full")
+        return wait()
 
     def store() -> None:
         kept.put(str(size), memoryview(copied().view(torch.uint8).numpy()))
 
     def placed(data: memoryview) -> None:
-        to_device([as_tensor(data)], "BF16", (size // 2,))
+        view = region.copy_in(data)
+        place = None if view is None else region.find_place(view)
+        if view is None or place is None:
+            raise RuntimeError("the region is full")
+        region.send([view])
+        to_device([loader.view(place)], "BF16", (size // 2,))
+        loader.finish(region.shared_region().number)
+        torch.cuda.synchronize()
+        loader.report_copies()
 
+    source = np.ones(size, np.uint8).data
     device = tensor.view(torch.uint8)
     ways: dict[str, Callable[[], object]] = {
         "D2H pinned": lambda: plain.copy_(device, non_blocking=True),
-        "D2H copier": copied,
+        "D2H ring": copied,
         "device to store": store,
         "H2D pinned": lambda: device.copy_(plain, non_blocking=True),
+        "H2D region": lambda: placed(source),
         "store to device": lambda: placed(kept.get(str(size))),
         **_arena_ways(tensor),
     }
@@ -181,7 +199,8 @@ def _measure(size: int, kept: Kept, rounds: int) -> dict[str, list[float]]:
             torch.cuda.synchronize()
             if turn >= 3:  # noqa: PLR2004 - the first ones allocate
                 taken[name].append(time.perf_counter() - started)
-    copies.close()
+    ring.close()
+    region.close()
     return taken
 
 

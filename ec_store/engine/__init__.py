@@ -1,5 +1,5 @@
 """What an engine needs beside a store, without vLLM: fetches, writes, and copies of tensors.
 
-`region`, `tensors` and `threads` need only PyTorch: `tests/gpu` runs them on machines that
+`region`, `slots`, `tensors` and `threads` need only PyTorch: `tests/gpu` runs them on machines that
 have no other dependency of this package.
 """

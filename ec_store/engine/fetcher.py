@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import count
+from typing import Protocol
 
 from ec_store.concurrency import Breaker, DaemonPool
 from ec_store.counts import Counts
@@ -22,6 +23,13 @@ RETRY_S = (0.002, 0.005, 0.01, 0.02, 0.05)
 
 CHECK_EVERY_S = 0.005
 """Interval in seconds at which running fetches are compared with their deadlines."""
+
+
+class EntrySource(Protocol):
+    """Source of entries: a store, or a layer that places a store's entries in other memory."""
+
+    def get(self, key: EntryKey) -> HeldEntry | None:
+        """Read an entry, as `Store.get` does."""
 
 
 class FetchState(enum.Enum):
@@ -44,7 +52,7 @@ class Fetcher:
     once. Threads start with the first fetches. If none can be started, each fetch is a miss.
 
     Attributes:
-        read: function that reads an entry, as `Store.get`.
+        store: source of the entries.
         namespace: namespace of all entries.
         counts: gets `hits`, `misses`, `timeouts`, `late`, `bypassed`, `errors`, `bytes`. An entry
             that `Want.accept` rejects is a miss. For each fetch, `fetch_wait_seconds` observes the
@@ -58,7 +66,7 @@ class Fetcher:
         clock: monotonic clock in seconds.
     """
 
-    read: Callable[[EntryKey], HeldEntry | None]
+    store: EntrySource
     namespace: str
     _: KW_ONLY
     counts: Counts = field(default_factory=Counts)
@@ -208,7 +216,7 @@ class Fetcher:
             return
         fetch.dropped = False
         try:
-            entry = self.read(fetch.key)
+            entry = self.store.get(fetch.key)
             fetch.refused = entry is not None and not fetch.want.accept(entry)
             fetch.entry = None if fetch.refused else entry
         except Exception as error:  # noqa: BLE001 - any error counts as the store's failure

@@ -16,7 +16,8 @@ from ec_store.arena.connection import ArenaConnection
 from ec_store.arena.memory import Bytes, parts_of
 from ec_store.arena.store import ArenaStore, HostPlace
 from ec_store.engine.backchannel import Sender
-from ec_store.engine.tensors import Loader, as_tensor, register
+from ec_store.engine.region import register
+from ec_store.engine.tensors import Loader, as_tensor
 from ec_store.engine.threads import PeriodicThread
 from ec_store.errors import StoreUnavailable
 

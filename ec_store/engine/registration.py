@@ -2,6 +2,8 @@
 
 import logging
 import threading
+import time
+from collections.abc import Callable
 
 from ec_store.base import Store
 from ec_store.concurrency import DaemonPool
@@ -19,25 +21,33 @@ class NamespaceRegistration:
     An engine serves even if the store is unreachable or hangs, or the thread cannot be started.
     Until the namespace is registered, a proxy finds no entries and sends media.
 
-    `start` is called in each step, which tries again to start the thread.
+    `start` is called in each step: it does nothing once the thread has started.
     """
 
     def __init__(
-        self, store: Store, model: str, namespace: str, *, retry_s: float = RETRY_S
+        self,
+        store: Store,
+        model: str,
+        namespace: str,
+        *,
+        retry_s: float = RETRY_S,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
         self._model = model
         self._namespace = namespace
         self._retry_s = retry_s
+        self._clock = clock
         self._closed = threading.Event()
         self._pool = DaemonPool(1, "ec-store-register")
         self._queued = False
+        self._due_s = clock()
         self.start()
 
     def start(self) -> None:
-        """Start the thread, unless it was started before."""
-        if not self._queued:
-            self._queued = True
+        """Start the thread; if that fails, the first call after `retry_s` tries again."""
+        if not self._queued and self._clock() >= self._due_s:
+            self._queued, self._due_s = True, self._clock() + self._retry_s
             self._pool.queue_job(self._run, self._refuse)
 
     def _refuse(self) -> None:

@@ -1,24 +1,23 @@
 """Copies of tensors between host memory and the model's device, in a worker."""
 
 import logging
+import queue
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from ec_store.concurrency import DaemonPool
-from ec_store.engine.region import RegionReader, SharedRegion
+from ec_store.engine.region import Place, RegionReader, SharedRegion
+from ec_store.engine.slots import Slots
+from ec_store.engine.threads import start_thread
 
 CLOSE_TIMEOUT_S = 10.0
-
-READ_ONLY = 8
-"""`cudaHostRegisterReadOnly` of cudaHostRegister, which a device supports if its attribute
-`hostRegisterReadOnlySupported` says so."""
 
 DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
@@ -68,49 +67,99 @@ class Output:
             stream.synchronize()
 
 
-class HostCopies:
-    """Copier to pinned memory, on a thread and a stream of its own.
+class _Job(NamedTuple):
+    """One copy from the device to host memory.
 
-    A tensor on the device is released when its copy has been made, not when the copy has been used:
-    waiting data is in host memory. PyTorch keeps unused pinned memory for later copies.
+    Attributes:
+        offset: offset in the ring; None if the tensor is larger than the ring.
     """
 
-    def __init__(self) -> None:
-        self._pool = DaemonPool(1, "ec-copy")
-        self._stream: torch.Stream | None = None
+    output: Output
+    offset: int | None
+    copied: Future[torch.Tensor]
 
-    def start(self, tensor: torch.Tensor) -> HostTensor:
+
+class HostCopies:
+    """Copier to a ring of pinned memory, on a thread and a stream of its own.
+
+    A tensor on the device is released when its copy has been made, not when the copy has been used:
+    waiting data is in host memory. The first copy allocates the ring, on the thread. The ring is
+    pageable memory if the driver refuses to pin it.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        """Create the copier with a ring of this size; a single tensor may be larger."""
+        self._slots = Slots(size_bytes)
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._ring: np.ndarray[Any, Any] | None = None
+
+    def start(self, tensor: torch.Tensor) -> HostTensor | None:
         """Copy a tensor as it is after the work queued on its device so far.
 
-        A tensor on a CPU is not copied. The copy is contiguous.
+        A tensor on a CPU is not copied. The copy is contiguous; its memory in the ring is free
+        again after its last view is deleted.
 
         Returns:
-            Function that waits for the copy and returns it.
+            Function that waits for the copy and returns it; None if the ring has no room.
 
         Raises:
             RuntimeError: the device failed, or the thread cannot be started.
         """
-        tensor = tensor.detach()
-        if tensor.device.type == "cpu":
+        tensor, device = tensor.detach(), tensor.device
+        if device.type == "cpu":
             contiguous: HostTensor = tensor.contiguous
             return contiguous
-        output = Output(tensor)
-        copied = self._pool.submit(lambda: self._copy(output))
-        if copied.cancelled():
-            raise RuntimeError("the thread that copies encoder outputs cannot be started")
+        if self._thread is None:
+            self._thread = start_thread(lambda: self._run(device), "ec-copy")
+        offset = self._slots.take_slot(tensor.nbytes)
+        if offset is None and tensor.nbytes <= self._slots.size_bytes:
+            return None
+        try:
+            output = Output(tensor)
+        except RuntimeError:
+            if offset is not None:
+                self._slots.free_slot(offset)
+            raise
+        copied: Future[torch.Tensor] = Future()
+        self._jobs.put(_Job(output, offset, copied))
         return copied.result
 
     def close(self) -> None:
         """Make the queued copies, for at most `CLOSE_TIMEOUT_S` seconds."""
-        self._pool.finish(CLOSE_TIMEOUT_S)
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join(CLOSE_TIMEOUT_S)
 
-    def _copy(self, output: Output) -> torch.Tensor:
-        tensor = output.tensor
-        if self._stream is None:
-            self._stream = new_stream(tensor.device)
-        host = pinned_memory(tensor.nbytes)
-        output.copy_to([host], self._stream)
-        return host.view(tensor.dtype).view(tensor.shape)
+    def _run(self, device: torch.device) -> None:
+        # All that may fail is in the `try`: the writer waits for each copy without a deadline.
+        stream: torch.Stream | None = None
+        while (job := self._jobs.get()) is not None:
+            host: torch.Tensor | None = None
+            try:
+                stream = stream or new_stream(device)
+                host = self._place(job.output.tensor, job.offset)
+                job.output.copy_to([host.reshape(-1).view(torch.uint8)], stream)
+            except Exception as error:  # noqa: BLE001 - the future raises it
+                if host is None and job.offset is not None:
+                    self._slots.free_slot(job.offset)
+                job.copied.set_exception(error.with_traceback(None))  # it would hold the place
+            else:
+                job.copied.set_result(host)
+            # Dropped before the wait for the next job: they refer to the tensor and to its place.
+            del job, host
+
+    def _place(self, tensor: torch.Tensor, offset: int | None) -> torch.Tensor:
+        """Return memory for a copy, which becomes free again after its last view is deleted."""
+        if offset is None:
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
+        if self._ring is None:
+            self._ring = pinned_memory(self._slots.size_bytes).numpy()
+        place = self._ring[offset : offset + tensor.nbytes]
+        host = torch.from_numpy(place).view(tensor.dtype).view(tensor.shape)
+        # The tensor and all views of it refer to this array.
+        weakref.finalize(place, self._slots.free_slot, offset)
+        return host
 
 
 def new_stream(device: torch.device) -> torch.Stream:
@@ -133,34 +182,6 @@ def pinned_memory(size_bytes: int) -> torch.Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
     except RuntimeError:
         return torch.empty(size_bytes, dtype=torch.uint8)
-
-
-def register(
-    memory: "np.ndarray[Any, np.dtype[np.uint8]]", begin: int = 0, end: int | None = None
-) -> bool:
-    """Register memory with CUDA or ROCm until it is freed, so that devices copy from it directly.
-
-    Call it on a thread that launches no kernels. An error stays the last one of its thread, and
-    PyTorch could attribute it to a kernel there.
-
-    Args:
-        memory: the memory. If it cannot be written, it is registered for reading alone.
-        begin: offset of the first byte to register.
-        end: offset after the last one; None: the end of the memory.
-
-    Returns:
-        False if there is no such device or the driver refuses: copies are slower then.
-    """
-    if not torch.cuda.is_available():
-        return False
-    part = memory[begin:end]
-    cudart, address = torch.cuda.cudart(), part.ctypes.data
-    flags = 0 if memory.flags.writeable else READ_ONLY
-    if int(cudart.cudaHostRegister(address, part.nbytes, flags)) != 0:
-        return False
-    # Otherwise devices would copy from these pages after other memory is mapped at this address.
-    weakref.finalize(memory, cudart.cudaHostUnregister, address).atexit = False
-    return True
 
 
 class _Writable:
@@ -202,10 +223,10 @@ def to_device(parts: Sequence[torch.Tensor], dtype: str, shape: Iterable[int]) -
 
 
 class Loader:
-    """Reporter of steps with loaded entries, for the thread that runs the model.
+    """Loader of a step's entries, for the thread that runs the model.
 
     Attributes:
-        reader: the page of reports, once this worker has mapped it.
+        reader: the shared memory, once this worker has mapped it.
     """
 
     def __init__(self, reader: int) -> None:
@@ -213,26 +234,29 @@ class Loader:
         self._number = reader
         self._lock = threading.Lock()
         self.reader: RegionReader | None = None
-        self._refused = False
+        self._mapping: threading.Thread | None = None
         self._copying: deque[tuple[torch.Event, int]] = deque()
 
     def map_shared(self, shared: SharedRegion) -> None:
-        """Map the page of reports, which the scheduler's process shares."""
-        if self.reader is not None or self._refused:
-            return
-        try:
-            self.reader = RegionReader(shared.handle, self._number)
-        except OSError as error:
-            self._refused = True
-            logger.warning(
-                "worker %d cannot map the memory that the scheduler shares, so entries are sent "
-                "with each step: %s. Run both on one machine, as one user, in one PID namespace.",
-                self._number,
-                error,
-            )
-        else:
-            self.reader.has_read(0)
-            logger.info("worker %d has mapped the memory that the scheduler shares", self._number)
+        """Map the shared memory on a thread: pinning pages takes longer than a step.
+
+        Until all workers have mapped it, entries come with the step.
+
+        Raises:
+            RuntimeError: the thread cannot be started; the next call tries again.
+        """
+        if self._mapping is None:
+            self._mapping = start_thread(lambda: self._map(shared), "ec-map", device=True)
+
+    def view(self, place: Place) -> torch.Tensor:
+        """Return bytes in the shared memory.
+
+        Raises:
+            RuntimeError: this worker has not mapped it.
+        """
+        if self.reader is None:
+            raise RuntimeError("an entry is in shared memory that this worker has not mapped")
+        return self.reader.view(place)
 
     def finish(self, number: int) -> None:
         """Report steps up to this one as loaded, once their copies have been made."""
@@ -255,3 +279,24 @@ class Loader:
                 _, number = self._copying.popleft()
                 if self.reader is not None:
                     self.reader.has_read(number)
+
+    def _map(self, shared: SharedRegion) -> None:
+        try:
+            reader = RegionReader(shared.handle, self._number)
+        except OSError as error:
+            logger.warning(
+                "worker %d cannot map the memory that the scheduler shares, so entries are sent "
+                "with each step: %s. Run both on one machine, as one user, in one PID namespace.",
+                self._number,
+                error,
+            )
+            return
+        logger.info(
+            "worker %d has mapped %d bytes that the scheduler shares, registered with CUDA: %s",
+            self._number,
+            shared.handle.size_bytes,
+            reader.registered,
+        )
+        # Set before the report: after all workers have reported, steps refer to it.
+        self.reader = reader
+        reader.has_read(0)

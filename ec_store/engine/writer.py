@@ -4,6 +4,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Protocol
 
@@ -22,8 +24,6 @@ logger = logging.getLogger("vllm.ec_store")
 
 Write = Callable[[], bool | None]
 """Function that writes an entry, as `Store.put`; None: it must not be stored."""
-Begin = Callable[[], Write]
-"""Function that begins a copy of an entry, and returns the function that writes it."""
 Done = Callable[[EntryKey, bool], None]
 
 
@@ -69,15 +69,15 @@ class Writer:
         """Return the bytes of the entries that wait or are being written."""
         return sum(self._waiting.values())
 
-    def submit(self, key: EntryKey, size_bytes: int, begin: Begin) -> bool:
+    def submit(self, key: EntryKey, size_bytes: int, write: Write) -> bool:
         """Queue an entry for writing, unless the store has one of its key.
 
-        It holds `size_bytes` of memory until it is written. `begin` runs at once, and what it
-        returns on the thread. An entry that must not be stored counts as dropped.
+        It holds `size_bytes` of memory until it is written. `write` runs on the thread. An entry
+        that must not be stored counts as dropped.
 
         Returns:
             False if the entry is dropped and counted: the queue is full, the store keeps failing,
-            `begin` raises, or there is no thread.
+            or there is no thread.
         """
         with self._lock:
             if key in self._waiting:
@@ -97,18 +97,14 @@ class Writer:
             with self._lock:
                 del self._waiting[key]
 
-        try:
-            write = begin()
-        except Exception as error:  # noqa: BLE001 - it costs this entry, and no other one
-            self._count_exception(error)
-            drop()
-        else:
-            self._pool.queue_job(lambda: self._process(key, size_bytes, write), drop)
+        self._pool.queue_job(lambda: self._process(key, size_bytes, write), drop)
         return not dropped
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Write the queued entries, for at most `timeout_s` seconds, and drop the others."""
-        self._pool.finish(timeout_s)
+        with suppress(TimeoutError, CancelledError):  # cancelled: there is no thread
+            self._pool.submit(lambda: None).result(timeout_s)
+        self._pool.close()
 
     def _process(self, key: EntryKey, size_bytes: int, write: Write) -> None:
         stored = self._written(key, size_bytes, write)

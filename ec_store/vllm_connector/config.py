@@ -20,6 +20,8 @@ class ConnectorConfig(BaseModel):
             kept after them, and entries being fetched.
         fetch_threads: number of entries fetched at once; None for the default of the store.
         queue_bytes: upper bound of the host memory of entries that wait to be written.
+        region_bytes: memory that a consumer with several workers shares with them; None for
+            `memory_bytes`.
         encoder_output_widths: columns of encoder outputs by modality, needed if neither vLLM nor
             the model's configuration provides them.
     """
@@ -33,4 +35,5 @@ class ConnectorConfig(BaseModel):
     memory_bytes: ByteSize = ByteSize(MEMORY_BYTES)
     fetch_threads: PositiveInt | None = None
     queue_bytes: ByteSize = ByteSize(QUEUE_BYTES)
+    region_bytes: ByteSize | None = None
     encoder_output_widths: Mapping[str, PositiveInt] = {}

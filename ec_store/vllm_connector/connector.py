@@ -1,9 +1,8 @@
 """`ECStoreConnector`, the class that vLLM loads."""
 
-import functools
 import logging
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorRole
@@ -21,12 +20,11 @@ from ec_store.engine.host_memory import HostMemory, HostUsage, host_gauges, usag
 from ec_store.engine.registration import NamespaceRegistration
 from ec_store.engine.sharing import EntryLoad, Sharing, make_loads, open_sharing
 from ec_store.engine.tensors import Loader
-from ec_store.entry import HeldEntry
-from ec_store.keys import EntryKey
 from ec_store.opening import open_store
 from ec_store.urls import fetch_threads, parse_url
 from ec_store.vllm_connector.config import ConnectorConfig
 from ec_store.vllm_connector.consumer import Consumer
+from ec_store.vllm_connector.guard import count_exception, guard_method
 from ec_store.vllm_connector.metrics import NAMESPACE, StoreConnectorStats, StorePromMetrics
 from ec_store.vllm_connector.namespace import namespace_of
 from ec_store.vllm_connector.producer import Producer
@@ -45,26 +43,6 @@ logger = logging.getLogger("vllm.ec_store")
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-def guard_method(default: Callable[[], Any]) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Return a decorator: a method that raises returns a default, and does not end the engine.
-
-    Exceptions are counted. The first one of each method is logged with its traceback.
-    """
-
-    def wrap(method: Callable[..., T]) -> Callable[..., T]:
-        @functools.wraps(method)
-        def call(self: "ECStoreConnector", *args: Any, **kwargs: Any) -> T:
-            try:
-                return method(self, *args, **kwargs)
-            except Exception as error:  # noqa: BLE001 - it must not end the engine
-                self.count_exception(method.__name__, error)
-                return cast("T", default())
-
-        return call
-
-    return wrap
 
 
 class ECStoreConnector(ECConnectorBase):
@@ -126,12 +104,10 @@ class ECStoreConnector(ECConnectorBase):
         model_config = vllm_config.model_config
         resolver = PlaceholderMetadataResolver(model_config)
         if self.is_consumer:
-            read: Callable[[EntryKey], HeldEntry | None] = self._store.get
-            if isinstance(self._store, ArenaStore):
-                self._sharing = open_sharing(self._store, vllm_config.parallel_config)
-                read = self._store.get if self._sharing is None else self._store.pin
+            size = config.memory_bytes if config.region_bytes is None else config.region_bytes
+            self._sharing = open_sharing(self._store, size, vllm_config.parallel_config)
             self._fetcher = Fetcher(
-                read,
+                self._sharing,
                 self.namespace,
                 counts=self.counts,
                 timeout_s=config.timeout_s,
@@ -186,15 +162,8 @@ class ECStoreConnector(ECConnectorBase):
         try:
             return call(*args, **kwargs)
         except Exception as error:  # noqa: BLE001 - as in `guard_method`
-            self.count_exception(call.__qualname__, error)
+            count_exception(self, call.__qualname__, error)
             return None
-
-    def count_exception(self, name: str, error: Exception) -> None:
-        """Count an exception, and log the first one of each method with its traceback."""
-        self.counts.add(exceptions=1)
-        if name not in self.logged:
-            self.logged.add(name)
-            logger.error("%s failed; the engine continues without its result", name, exc_info=error)
 
     # Methods of the scheduler's side.
 
@@ -212,7 +181,7 @@ class ECStoreConnector(ECConnectorBase):
         try:  # not `guard_method`: runs in each step for each waiting request
             return self._consumer.ensure_items(request, num_computed_tokens)
         except Exception as error:  # noqa: BLE001 - as in `guard_method`
-            self.count_exception("ensure_cache_available", error)
+            count_exception(self, "ensure_cache_available", error)
         ready = self._attempt(self._consumer.encode_here, request, num_computed_tokens)
         if ready is None:
             self._consumer.fail(request)
@@ -249,11 +218,10 @@ class ECStoreConnector(ECConnectorBase):
         )
 
     def _loads(self) -> dict[str, EntryLoad]:
-        if self._consumer is None:
+        if self._consumer is None or self._sharing is None:
             return {}
         entries = self._consumer.end_step()
-        sharing = self._sharing
-        loads = None if sharing is None else self._attempt(sharing.loads, entries)
+        loads = self._attempt(self._sharing.loads, entries)
         # A step without its entries ends the engine.
         return make_loads(entries) if loads is None else loads
 
@@ -303,7 +271,7 @@ class ECStoreConnector(ECConnectorBase):
         """
         step, loader = self._get_connector_metadata(), self._loader
         if loader is not None:
-            self._attempt(load, step, encoder_cache, self._host)
+            self._attempt(load, loader, step, encoder_cache, self._host)
             if step.shared is not None:
                 self._attempt(loader.map_shared, step.shared)
                 self._attempt(loader.finish, step.shared.number)

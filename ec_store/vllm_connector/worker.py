@@ -19,12 +19,13 @@ from ec_store.engine.accept import FiniteOnly
 from ec_store.engine.backchannel import Sender
 from ec_store.engine.host_memory import HostMemory
 from ec_store.engine.host_writer import HostWriter
-from ec_store.engine.region import SharedRegion
+from ec_store.engine.region import Place, SharedRegion
 from ec_store.engine.sharing import EntryLoad
-from ec_store.engine.tensors import DTYPES, HostCopies, HostTensor, Output, to_device
+from ec_store.engine.tensors import DTYPES, HostCopies, HostTensor, Loader, Output, to_device
 from ec_store.engine.writer import Write, Writer
 from ec_store.entry import Entry
 from ec_store.keys import EntryKey, key_or_none
+from ec_store.vllm_connector.guard import count_exception
 
 MAX_ITEMS = 4096
 """Upper bound of the items that a worker remembers: until they are encoded, and until their results
@@ -49,7 +50,7 @@ class StepMetadata(ECConnectorMetadata):
         loads: entries to put into the encoder cache, by identifier.
         items: items of new requests, by identifier.
         learn: modality by identifier of items that are encoded here, to report their width.
-        shared: page of reports, beside a host's memory that loads may be in; None without one.
+        shared: shared memory that loads may be in; None without one.
     """
 
     loads: dict[str, EntryLoad]
@@ -63,6 +64,7 @@ class Saver:
 
     Attributes:
         counts: counts that the scheduler gets.
+        logged: names of the methods that have logged an exception.
     """
 
     def __init__(
@@ -73,7 +75,8 @@ class Saver:
         self._namespace = namespace
         self._sender = sender
         self.counts = counts
-        self._copies = HostCopies()
+        self.logged: set[str] = set()
+        self._copies = HostCopies(queue_bytes)
         self._accept = FiniteOnly(counts, "it was encoded here and is not stored")
         self._host = HostWriter(store, self._accept) if isinstance(store, ArenaStore) else None
         self._items: BoundedDict[str, Item] = BoundedDict(MAX_ITEMS)
@@ -103,8 +106,14 @@ class Saver:
         key = key_or_none(self._namespace, identifier)
         if item is None or key is None:
             return
-        begin = functools.partial(self._begin_write, key, tensor, item)
-        if not self._writer.submit(key, tensor.nbytes, begin):
+        write = None
+        try:
+            write = self._begin_write(key, tensor, item)
+        except Exception as error:  # noqa: BLE001 - it costs this item, and no other one
+            count_exception(self, "Saver.save", error)
+        if write is None:
+            self.counts.add(drops=1)
+        if write is None or not self._writer.submit(key, tensor.nbytes, write):
             self._remember(key, stored=False)
 
     def close(self) -> None:
@@ -141,10 +150,12 @@ class Saver:
         for name, values in observations.items():
             self.counts.observe(name, *values)
 
-    def _begin_write(self, key: EntryKey, tensor: torch.Tensor, item: Item) -> Write:
+    def _begin_write(self, key: EntryKey, tensor: torch.Tensor, item: Item) -> Write | None:
+        """Return the function that writes an item; None if the ring has no room for its copy."""
         if self._host is not None:
             return functools.partial(self._host.put, key, Output(tensor), *item)
-        return functools.partial(self._put_copy, key, self._copies.start(tensor), item)
+        copied = self._copies.start(tensor)
+        return functools.partial(self._put_copy, key, copied, item) if copied else None
 
     def _put_copy(self, key: EntryKey, copied: HostTensor, item: Item) -> bool | None:
         host = copied()
@@ -202,7 +213,10 @@ class Learner:
 
 
 def load(
-    step: StepMetadata, encoder_cache: dict[str, torch.Tensor], host: HostMemory | None = None
+    loader: Loader,
+    step: StepMetadata,
+    encoder_cache: dict[str, torch.Tensor],
+    host: HostMemory | None = None,
 ) -> None:
     """Put a step's entries into the encoder cache, and do nothing else.
 
@@ -213,13 +227,17 @@ def load(
     """
     for identifier, item in step.loads.items():
         if identifier not in encoder_cache:
-            parts = _parts(item.raw, host)
+            parts = _parts(item.raw, loader, host)
             encoder_cache[identifier] = to_device(parts, item.dtype, item.shape)
 
 
-def _parts(raw: torch.Tensor | HostPlace, host: HostMemory | None) -> Sequence[torch.Tensor]:
+def _parts(
+    raw: torch.Tensor | Place | HostPlace, loader: Loader, host: HostMemory | None
+) -> Sequence[torch.Tensor]:
     if isinstance(raw, torch.Tensor):
         return [raw]
+    if isinstance(raw, Place):
+        return [loader.view(raw)]
     if host is None:
         raise RuntimeError("an entry is in a host's memory, and this worker maps none")
     return host.parts(raw)

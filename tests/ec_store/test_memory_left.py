@@ -22,7 +22,7 @@ def group(folder: str, limit: str, used: int, cache: int = 0) -> dict[str, str]:
     }
 
 
-@pytest.mark.fault(79)
+@pytest.mark.fault(88)
 @pytest.mark.parametrize(
     ("files", "left"),
     [

@@ -126,9 +126,9 @@ from ec_store.arena.store import ArenaStore
 from ec_store.arena.url import ArenaOptions
 from ec_store.engine.region import Region
 from tests.ec_store.contract import key
-store, region = ArenaStore(ArenaOptions(sys.argv[1], timeout_s=10), "reader"), Region(2)
-path, token = region.shared_region().handle
-print(path, token.hex(), flush=True)
+store, region = ArenaStore(ArenaOptions(sys.argv[1], timeout_s=10), "reader"), Region(0, 2)
+path, size_bytes, token = region.shared_region().handle
+print(path, size_bytes, token.hex(), flush=True)
 entry = store.pin(key())
 while not region.have_mapped(entry.place.arena):
     time.sleep(0.01)
@@ -146,10 +146,10 @@ import sys, time
 from ec_store.arena.store import ArenaStore
 from ec_store.arena.url import ArenaOptions
 from ec_store.engine.region import Handle, RegionReader
-socket, number, path, token = sys.argv[1:]
+socket, number, path, size_bytes, token = sys.argv[1:]
 store = ArenaStore(ArenaOptions(socket, timeout_s=10), "reader")
 store.check()
-reader = RegionReader(Handle(path, bytes.fromhex(token)), int(number))
+reader = RegionReader(Handle(path, int(size_bytes), bytes.fromhex(token)), int(number))
 reader.has_read(0)
 reader.has_mapped(store.connection.arena.name)
 sys.stdin.readline()

@@ -39,7 +39,7 @@ class Watched:
     """Fetcher of a disk store, with the peaks of counted and mapped bytes."""
 
     def __init__(self, store: SharedDiskStore, budget_bytes: int, sizes: tuple[int, int]) -> None:
-        self.fetcher = Fetcher(Same(store, sizes).get, "ns", memory_bytes=budget_bytes)
+        self.fetcher = Fetcher(Same(store, sizes), "ns", memory_bytes=budget_bytes)
         self.counted_bytes = self.mapped_bytes = self.pinned_bytes = 0
         self._buffers = store._files._buffers  # noqa: SLF001
 

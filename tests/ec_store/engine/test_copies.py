@@ -1,5 +1,6 @@
 """Order and lifetime of copies, on a fake device that works as late as allowed."""
 
+import threading
 import weakref
 from concurrent.futures import Future
 from typing import Any
@@ -30,11 +31,11 @@ def copy_of(wait: Any) -> Future[Any]:
 
 
 def test_copies_contain_results_of_work_queued_before_them(fake: FakeAccelerator) -> None:
-    copies = HostCopies()
+    ring = HostCopies(4 * SIZE)
     tensors = [fake.tensor(VALUES + number) for number in range(3)]
-    waiting = [copies.start(tensor) for tensor in tensors]
-    got = [wait() for wait in waiting]
-    copies.close()
+    waiting = [ring.start(tensor) for tensor in tensors]
+    got = [wait() for wait in waiting if wait]
+    ring.close()
 
     assert [host.equal(VALUES + number) for number, host in enumerate(got)] == [True] * 3
     assert fake.log[:2] == ["wait", "synchronize"]
@@ -42,10 +43,11 @@ def test_copies_contain_results_of_work_queued_before_them(fake: FakeAccelerator
 
 def test_copies_make_no_context_on_another_device(fake: FakeAccelerator) -> None:
     """The thread starts on device 0; leaving a stream's context would make device 0 current."""
-    copies = HostCopies()
-    wait = copies.start(fake.tensor(VALUES, index=3))
+    ring = HostCopies(SIZE)
+    wait = ring.start(fake.tensor(VALUES, index=3))
+    assert wait
     wait()
-    copies.close()
+    ring.close()
 
     assert fake.contexts == {3}
 
@@ -53,27 +55,55 @@ def test_copies_make_no_context_on_another_device(fake: FakeAccelerator) -> None
 def test_a_tensor_is_released_when_it_is_copied_and_its_copy_still_waits(
     fake: FakeAccelerator,
 ) -> None:
-    copies = HostCopies()
+    ring = HostCopies(SIZE)
     tensor = fake.tensor(VALUES)
     released = weakref.ref(tensor)
-    wait = copies.start(tensor)
+    wait = ring.start(tensor)
     del tensor
+    assert wait
     until(lambda: released() is None)
-    copies.close()
+    ring.close()
 
     assert wait().equal(VALUES)
+
+
+def test_a_full_ring_refuses_until_a_copy_is_forgotten(fake: FakeAccelerator) -> None:
+    ring = HostCopies(2 * SIZE)
+    first = ring.start(fake.tensor(VALUES))
+    second = ring.start(fake.tensor(VALUES + 1))
+    assert first
+    assert second
+    assert ring.start(fake.tensor(VALUES)) is None
+    view = memoryview(first().view(torch.uint8).reshape(-1).numpy())
+    del first
+    threading.Event().wait(0.01)
+    assert ring.start(fake.tensor(VALUES)) is None
+    del view
+
+    until(lambda: (third := ring.start(fake.tensor(VALUES + 2))) and third().equal(VALUES + 2))
+    assert second().equal(VALUES + 1)
+    ring.close()
 
 
 @pytest.mark.fault(87)
 def test_copies_start_when_their_thread_can_be_started(
     fake: FakeAccelerator, no_threads: NoThreads
 ) -> None:
-    copies = HostCopies()
+    ring = HostCopies(SIZE)
     with no_threads(), pytest.raises(RuntimeError, match="thread"):
-        copies.start(fake.tensor(VALUES))
-    wait = copies.start(fake.tensor(VALUES))
+        ring.start(fake.tensor(VALUES))
+    wait = ring.start(fake.tensor(VALUES))  # the ring has room for one: the first one holds none
+    assert wait
     assert wait().equal(VALUES)
-    copies.close()
+    ring.close()
+
+
+def test_a_tensor_larger_than_the_ring_is_copied_beside_it(fake: FakeAccelerator) -> None:
+    ring = HostCopies(SIZE - 1)
+    wait = ring.start(fake.tensor(VALUES))
+    assert wait
+    assert wait().equal(VALUES)
+    ring.close()
 
 
 def test_a_failed_copy_fails_only_its_entry(
@@ -88,12 +118,14 @@ def test_a_failed_copy_fails_only_its_entry(
         make(*arguments)
 
     monkeypatch.setattr(Output, "copy_to", failing)
-    copies = HostCopies()
-    broken, whole = (copies.start(fake.tensor(VALUES)) for _ in range(2))
+    ring = HostCopies(2 * SIZE)
+    broken, whole = (ring.start(fake.tensor(VALUES)) for _ in range(2))
+    assert broken
+    assert whole
     with pytest.raises(RuntimeError, match="device"):
         broken()
     assert whole().equal(VALUES)
-    copies.close()
+    ring.close()
 
 
 def test_a_device_that_cannot_be_used_fails_its_copies_and_not_later_ones(
@@ -108,14 +140,14 @@ def test_a_device_that_cannot_be_used_fails_its_copies_and_not_later_ones(
         use(index)
 
     monkeypatch.setattr(torch.accelerator, "set_device_index", failing)
-    copies = HostCopies()
-    waiting = [copies.start(fake.tensor(VALUES + number, index=3)) for number in range(3)]
+    ring = HostCopies(3 * SIZE)
+    waiting = [ring.start(fake.tensor(VALUES + number, index=3)) for number in range(3)]
     first, second, third = map(copy_of, waiting)
 
     assert isinstance(first.exception(WITHIN_S), RuntimeError)
     assert isinstance(second.exception(WITHIN_S), RuntimeError)
     assert third.result(WITHIN_S).equal(VALUES + 2)
-    copies.close()
+    ring.close()
     assert fake.contexts == {3}
 
 
@@ -129,27 +161,45 @@ def test_a_device_that_cannot_be_used_fails_its_copies_and_not_later_ones(
         (Output, "copy_to"),
     ],
 )
-def test_a_copy_that_fails_at_any_step_costs_no_later_one(
+def test_a_failed_copy_leaves_its_place_in_the_ring(
     fake: FakeAccelerator, monkeypatch: pytest.MonkeyPatch, owner: Any, step: str
 ) -> None:
     def failing(*_: object) -> None:
         raise RuntimeError("device")
 
-    copies = HostCopies()
+    ring = HostCopies(SIZE)
     with monkeypatch.context() as patch:
         patch.setattr(owner, step, failing)
         with pytest.raises(RuntimeError, match="device"):
-            copy_of(copies.start(fake.tensor(VALUES))).result(WITHIN_S)
+            copy_of(ring.start(fake.tensor(VALUES))).result(WITHIN_S)
 
-    assert copies.start(fake.tensor(VALUES))().equal(VALUES)
-    copies.close()
+    until(lambda: (wait := ring.start(fake.tensor(VALUES))) and wait().equal(VALUES))
+    ring.close()
+
+
+def test_a_thread_that_cannot_be_started_is_started_by_the_next_copy(
+    fake: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    ring = HostCopies(2 * SIZE)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", failing)
+        with pytest.raises(RuntimeError, match="thread"):
+            ring.start(fake.tensor(VALUES))
+    wait = ring.start(fake.tensor(VALUES + 1))
+
+    assert copy_of(wait).result(WITHIN_S).equal(VALUES + 1)
+    ring.close()
 
 
 def test_a_tensor_on_the_cpu_is_not_copied() -> None:
-    copies = HostCopies()
-    wait = copies.start(VALUES)
+    ring = HostCopies(0)
+    wait = ring.start(VALUES)
+    assert wait
     assert wait().data_ptr() == VALUES.data_ptr()
-    copies.close()
+    ring.close()
 
 
 def test_memory_is_pageable_where_pinning_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,8 +64,8 @@ class Held:
 class Asked:
     """Fetcher with the results that it has reported."""
 
-    def __init__(self, store: Any, **options: Any) -> None:
-        self.fetcher = Fetcher(store.get, NAMESPACE, **options)
+    def __init__(self, store: object, **options: Any) -> None:
+        self.fetcher = Fetcher(store, NAMESPACE, **options)  # type: ignore[arg-type]
         self.told: dict[str, FetchState] = {}
         self._fetched = 0
 
@@ -603,7 +603,7 @@ def test_a_process_ends_while_a_fetch_hangs() -> None:
         "class Hanging:\n"
         "    def get(self, key):\n"
         "        time.sleep(60)\n"
-        "fetcher = Fetcher(Hanging().get, 'ns')\n"
+        "fetcher = Fetcher(Hanging(), 'ns')\n"
         "fetcher.acquire('k', Want(8))\n"
         "time.sleep(0.2)\n"
         "fetcher.close()\n"

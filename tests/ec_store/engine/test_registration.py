@@ -30,12 +30,19 @@ def test_a_namespace_is_registered_once_the_store_can_be_used(
 def test_a_namespace_is_registered_once_a_thread_can_be_started(
     tmp_path: Path, no_threads: NoThreads, caplog: pytest.LogCaptureFixture
 ) -> None:
+    now_s = [0.0]
     with open_store(f"file://{tmp_path}/store") as store:
         with no_threads():
-            registration = NamespaceRegistration(store, "tiny", "ns")
+            registration = NamespaceRegistration(
+                store, "tiny", "ns", retry_s=10.0, clock=lambda: now_s[0]
+            )
+            now_s[0] = 10.0
             registration.start()
+        now_s[0] = 19.0
+        registration.start()
         assert store.namespaces() == {}
 
+        now_s[0] = 20.0
         registration.start()
         until(lambda: store.namespaces() == {"tiny": "ns"})
         registration.close()

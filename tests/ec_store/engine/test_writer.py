@@ -77,7 +77,7 @@ def submit(writer: Writer, key: EntryKey, size: int, make: Callable[[], Entry | 
         made = make()
         return None if made is None else bool(store.put(key, made))
 
-    return writer.submit(key, size, lambda: write)
+    return writer.submit(key, size, write)
 
 
 def test_writer_drops_an_unstorable_entry_and_continues(store: Store) -> None:

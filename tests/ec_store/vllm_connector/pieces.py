@@ -225,7 +225,7 @@ class Pieces:
     ) -> dict[str, torch.Tensor]:
         """Return a worker's encoder cache after the loads of a step."""
         cache: dict[str, torch.Tensor] = {}
-        load(step, cache, host)
+        load(loader, step, cache, host)
         if step.shared is not None:
             loader.map_shared(step.shared)
             loader.finish(step.shared.number)

@@ -42,11 +42,11 @@ class FakeStore:
 class Scheduler:
     """Scheduler that asks like vLLM's: running requests first, then all waiting ones in order."""
 
-    def __init__(self, vllm: Any, store: Any, rooms: float, **options: Any) -> None:
+    def __init__(self, vllm: Any, store: object, rooms: float, **options: Any) -> None:
         self.vllm = vllm
         self.counts = Counts()
         memory_bytes = round(rooms * ROOM)
-        self.fetcher = Fetcher(store.get, "ns", memory_bytes=memory_bytes, **options)
+        self.fetcher = Fetcher(store, "ns", memory_bytes=memory_bytes, **options)  # type: ignore[arg-type]
         self.consumer = vllm.consumer(self.fetcher, self.counts)
         self.most_bytes = 0
 
@@ -361,8 +361,8 @@ def test_exception_while_an_entry_is_taken_over_fails_no_other_request(
     """Each request settles its own items; the pins of the failing one are released."""
     connector = connect(timeout_s=WITHIN_S)
     put(connector, url, "a", vllm.entry())
-    go, read = threading.Event(), connector._fetcher.read  # noqa: SLF001
-    monkeypatch.setattr(connector._fetcher, "read", lambda key: go.wait(WITHIN_S) and read(key))  # noqa: SLF001
+    go, get = threading.Event(), connector._store.get  # noqa: SLF001
+    monkeypatch.setattr(connector._store, "get", lambda key: go.wait(WITHIN_S) and get(key))  # noqa: SLF001
     first, second = vllm.request(vllm.feature("a")), vllm.request(vllm.feature("a"))
     second.request_id = "second"
     for request in (first, second):

@@ -240,7 +240,7 @@ def test_a_store_that_hangs_holds_no_call_up(
 ) -> None:
     connector = connect(timeout_s=0.2)
     go = threading.Event()
-    monkeypatch.setattr(connector._fetcher, "read", lambda _: go.wait(30) and None)  # noqa: SLF001
+    monkeypatch.setattr(type(connector._store), "get", lambda *_: go.wait(30) and None)  # noqa: SLF001
     request = vllm.request(*(vllm.feature(str(n), offset=4 * n) for n in range(8)))
     try:
         started = time.monotonic()
@@ -508,7 +508,7 @@ def test_entries_of_an_aborted_request_are_forgotten(
 ) -> None:
     connector = connect()
     go = threading.Event()
-    monkeypatch.setattr(connector._fetcher, "read", lambda _: go.wait(30) and None)  # noqa: SLF001
+    monkeypatch.setattr(type(connector._store), "get", lambda *_: go.wait(30) and None)  # noqa: SLF001
     memory = connector._fetcher._memory  # noqa: SLF001
     first, second = vllm.request(vllm.feature("a")), vllm.request(vllm.feature("a"))
     second.request_id = "second"

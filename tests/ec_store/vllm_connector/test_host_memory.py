@@ -204,40 +204,6 @@ def test_entries_come_by_value_until_all_ranks_have_mapped_the_memory(
     assert [one.equal(vllm.tensor(3.0, ROWS)) for one in loaded] == [True, True]
 
 
-@pytest.mark.parametrize("method", ["have_mapped", "send", "shared_region"])
-def test_reports_that_fail_keep_no_entry_from_a_step(
-    vllm: Any, server: Server, start: Start, monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:
-    """An absent entry of the plan ends the engine, as an exception does."""
-
-    def fail(*_: object) -> None:
-        raise ValueError("mmap closed or invalid")
-
-    connector, ranks = start(1)
-    wait_for_places(connector, vllm, server)
-    server.put(connector, "a", vllm.entry(3.0))
-    with monkeypatch.context() as patch:
-        patch.setattr(connector._sharing._region, method, fail)  # noqa: SLF001
-        step = step_that_loads(connector, vllm, "a", 4)
-
-    assert ranks.load(vllm, step, 0)["a"].equal(vllm.tensor(3.0))
-    assert connector.get_ec_connector_stats().data["exceptions"] == 1
-
-
-def test_entries_come_by_value_to_workers_on_several_hosts(
-    vllm: Any, host: Any, server: Server
-) -> None:
-    del host
-    with vllm.ranks(2, hosts=2), vllm.role("ec_consumer"):
-        connector = vllm.connector({"store": server.url})
-    server.put(connector, "a", vllm.entry(3.0))
-    step = step_that_loads(connector, vllm, "a", 4)
-    connector.shutdown()
-
-    assert step.shared is None
-    assert step.loads["a"].raw.nbytes == vllm.tensor().nbytes
-
-
 def test_a_pin_is_held_until_every_rank_has_read_its_step(
     vllm: Any, server: Server, start: Start
 ) -> None:
@@ -513,6 +479,7 @@ def test_an_output_is_stored_when_its_copy_has_ended(
     assert (figures["saves"], figures["save_bytes"]) == (2, 2 * MIB)
     assert device.fake.log[:2] == ["wait", "synchronize"]
     assert device.fake.contexts == {1}
+    assert producer.worker._saver._copies._ring is None  # noqa: SLF001
 
 
 def test_an_output_that_is_not_finite_leaves_nothing(

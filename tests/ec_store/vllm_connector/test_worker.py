@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ec_store import EntryKey, open_store
+from ec_store import EntryKey, memory_left, open_store
 from tests.ec_store.conftest import NoThreads
 from tests.ec_store.vllm_connector.steps import Connect
 
@@ -121,18 +121,92 @@ def step_that_loads(connector: Any, vllm: Any, url: str, name: str, rows: int) -
     return step
 
 
+@pytest.mark.parametrize("rows", [4, 4000])
+def test_a_step_for_several_workers_has_places_in_shared_memory(
+    vllm: Any, connect: Connect, url: str, rows: int
+) -> None:
+    from ec_store.engine.tensors import Loader  # noqa: PLC0415 - needs torch
+
+    with vllm.ranks(2, stages=2):
+        connector = connect(memory_bytes=1, region_bytes="16MiB")
+    workers = [Loader(number) for number in range(2)]
+    region = connector._sharing._region  # noqa: SLF001
+
+    first = step_that_loads(connector, vllm, url, "a", rows)
+    assert [vllm.load(one, first)["a"].equal(vllm.tensor(3.0, rows)) for one in workers] == [
+        True,
+        True,
+    ]
+    deadline = time.monotonic() + 60
+    while not region.is_mapped():
+        assert time.monotonic() < deadline
+    sent = [step_that_loads(connector, vllm, url, name, rows) for name in "bc"]
+    steps = [pickle.loads(pickle.dumps(step)) for step in sent]  # noqa: S301 - vLLM sends it like this
+    held = region.taken_bytes()
+    loaded = [vllm.load(one, step) for step in steps for one in workers]
+
+    assert max(len(pickle.dumps(step)) for step in sent) < 1500
+    assert [cache.popitem()[1].equal(vllm.tensor(3.0, rows)) for cache in loaded] == [True] * 4
+    assert held >= 2 * rows * 1024
+    connector.build_connector_meta(SimpleNamespace(scheduled_new_reqs=[]))
+    assert region.taken_bytes() <= max(4096, rows * 1024)  # the fetcher keeps this entry
+
+
+def test_an_entry_that_shared_memory_has_no_room_for_comes_with_the_step(
+    vllm: Any, connect: Connect, url: str
+) -> None:
+    from ec_store.engine.tensors import Loader  # noqa: PLC0415 - needs torch
+
+    with vllm.ranks(2):
+        connector = connect(region_bytes=8192)
+    worker, other = Loader(0), Loader(1)
+    empty = connector.build_connector_meta(SimpleNamespace(scheduled_new_reqs=[]))
+    assert [vllm.load(one, empty) for one in (worker, other)] == [{}, {}]
+    while not connector._sharing._region.is_mapped():  # noqa: SLF001
+        time.sleep(0.002)
+    step = step_that_loads(connector, vllm, url, "a", 64)
+
+    assert vllm.load(worker, step)["a"].equal(vllm.tensor(3.0, 64))
+
+
+@pytest.mark.parametrize("method", ["find_place", "is_mapped", "send", "shared_region"])
+def test_shared_memory_that_fails_keeps_no_entry_from_a_step(
+    vllm: Any, connect: Connect, url: str, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """An absent entry of the plan ends the engine, as an exception does."""
+    from ec_store.engine.tensors import Loader  # noqa: PLC0415 - needs torch
+
+    def fail(*_: object) -> None:
+        raise ValueError("mmap closed or invalid")
+
+    with vllm.ranks(2):
+        connector = connect()
+    workers = [Loader(number) for number in range(2)]
+    region = connector._sharing._region  # noqa: SLF001
+    empty = connector.build_connector_meta(SimpleNamespace(scheduled_new_reqs=[]))
+    assert [vllm.load(one, empty) for one in workers] == [{}, {}]
+    while not region.is_mapped():
+        time.sleep(0.002)
+    with monkeypatch.context() as patch:
+        patch.setattr(region, method, fail)
+        step = step_that_loads(connector, vllm, url, "a", 4)
+    step = pickle.loads(pickle.dumps(step))  # noqa: S301 - vLLM sends it like this
+    loaded = [vllm.load(one, step)["a"] for one in workers]
+
+    assert [one.equal(vllm.tensor(3.0)) for one in loaded] == [True, True]
+    assert connector.get_ec_connector_stats().data["exceptions"] == 1
+    later = step_that_loads(connector, vllm, url, "b", 4)
+    assert vllm.load(workers[0], later)["b"].equal(vllm.tensor(3.0))
+
+
 def step_of_a_consumer(
     vllm: Any, url: str, monkeypatch: pytest.MonkeyPatch, no_threads: Any
 ) -> Any:
-    """Return scheduler and worker with a step that loads "a"; they could start no thread before."""
-    from ec_store.engine.region import Region  # noqa: PLC0415 - needs torch
-
+    """Return scheduler, worker, and a step that loads "a"; neither could start a thread before."""
     with vllm.ranks(2), no_threads():
         scheduler = vllm.connector({"store": url})
         worker = vllm.worker(monkeypatch)
-    step = step_that_loads(scheduler, vllm, url, "a", 4)
-    step.shared = Region(1).shared_region()
-    worker.bind_connector_metadata(step)
+    worker.bind_connector_metadata(step_that_loads(scheduler, vllm, url, "a", 4))
     return scheduler, worker
 
 
@@ -148,6 +222,10 @@ def test_a_step_has_its_entries_while_no_thread_can_be_started(
         worker.save_caches(cache, "a")
         worker.build_connector_worker_meta()
     assert cache["a"].equal(vllm.tensor(3.0))
+    assert worker._loader._mapping is None  # noqa: SLF001
+
+    worker.start_load_caches(cache)
+    assert worker._loader._mapping is not None  # noqa: SLF001 - the next step tries again
     for connector in (worker, scheduler):
         connector.shutdown()
 
@@ -160,7 +238,7 @@ def test_a_step_has_its_entries_while_no_thread_can_be_started(
 def test_a_failure_beside_the_loads_of_a_step_costs_it_nothing(
     vllm: Any, url: str, monkeypatch: pytest.MonkeyPatch, no_threads: NoThreads, failing: str
 ) -> None:
-    from ec_store.vllm_connector import connector as module  # noqa: PLC0415 - needs torch
+    from ec_store.vllm_connector import worker as module  # noqa: PLC0415 - needs torch
 
     def fail(*_: object) -> None:
         raise RuntimeError("device")
@@ -206,18 +284,65 @@ def test_an_item_that_cannot_be_copied_costs_no_other_one_and_is_not_named(
     assert (figures["exceptions"], figures["drops"], figures["saves"]) == (1, 1, 1)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_steps_bring_the_entries_of_a_store_that_is_no_memory(
-    vllm: Any, connect: Connect, url: str, ranks: int
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        ({"tensor": 2, "hosts": 2}, {}),
+        ({"tensor": 2}, {"region_bytes": 0}),
+        ({"tensor": 1, "stages": 2}, {}),
+        (None, {}),
+    ],
+    ids=["hosts", "off", "one reader", "one process"],
+)
+def test_steps_bring_entries_where_no_memory_is_shared(
+    vllm: Any, connect: Connect, url: str, ranks: Any, options: Any
 ) -> None:
-    with vllm.ranks(ranks):
-        connector = connect()
-    step = pickle.loads(pickle.dumps(step_that_loads(connector, vllm, url, "a", 4)))  # noqa: S301 - vLLM sends it like this
+    if ranks is None:
+        connector = connect(**options)
+    else:
+        with vllm.ranks(**ranks):
+            connector = connect(**options)
+    step = step_that_loads(connector, vllm, url, "a", 4)
 
     assert step.shared is None
-    from ec_store.engine.tensors import Loader  # noqa: PLC0415 - needs torch
+    assert step.loads["a"].raw.nbytes == vllm.tensor().nbytes
 
-    assert vllm.load(Loader(0), step)["a"].equal(vllm.tensor(3.0))
+
+def test_steps_carry_entries_if_no_memory_is_shared(
+    vllm: Any,
+    connect: Connect,
+    url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    with vllm.ranks(2):
+        connector = connect()
+    step = step_that_loads(connector, vllm, url, "a", 4)
+
+    assert step.shared is None
+    [record] = [one for one in caplog.records if "Cannot allocate memory" in one.getMessage()]
+    assert "region_bytes" in record.getMessage()
+
+
+@pytest.mark.fault(88)
+def test_shared_memory_larger_than_the_memory_left_is_not_made(
+    vllm: Any,
+    connect: Connect,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The kernel would end the process, without a line in the log."""
+    monkeypatch.setattr(memory_left, "available_bytes", lambda: 2**20)
+    with vllm.ranks(2):
+        connector = connect()
+
+    assert connector.build_connector_meta(SimpleNamespace(scheduled_new_reqs=[])).shared is None
+    [record] = [one for one in caplog.records if "1048576 are left" in one.getMessage()]
+    assert "region_bytes" in record.getMessage()
 
 
 @pytest.mark.parametrize(
