@@ -6,17 +6,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from datetime import UTC, datetime
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import orjson
-from rich.console import Console
-from rich.progress import track
 
 from ec_store.arena.sockets import SYSTEM, find_sockets, runtime_folder
 from ec_store.base import Listed, MemoryStats, Store
 from ec_store.config import duration_s, octal, redacted, size_bytes, size_text
-from ec_store.disk.config import DiskConfig, StoreSettings
+from ec_store.disk.config import NAME, DiskConfig, StoreSettings
 from ec_store.disk.store import SharedDiskStore
 from ec_store.errors import StoreError, StoreMissing
 from ec_store.opening import open_store
@@ -40,8 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _run(args: argparse.Namespace, url: str) -> int:
     args.url = url
-    # A root that creates a store of another user, or its settings, would lock that user out.
-    with open_store(url, create=args.create, lazy=args.lazy, maintain=not args.create) as store:
+    with open_store(url, create=args.create, lazy=args.lazy) as store:
         result: int = args.run(store, args)
         return result
 
@@ -183,15 +181,7 @@ def _ls(store: Store, args: argparse.Namespace) -> int:
 
 def _verify(store: Store, args: argparse.Namespace) -> int:
     corrupt = checked = skipped = 0
-    console = Console(stderr=True)
-    for row in track(
-        store.verify(fix=args.fix),
-        "reading",
-        total=store.stats().entries,
-        console=console,
-        disable=not console.is_terminal,
-        transient=True,
-    ):
+    for row in store.verify(fix=args.fix):
         checked += 1
         corrupt += row.problem is not None
         skipped += row.skipped is not None
@@ -232,25 +222,17 @@ def _configure(store: Store, args: argparse.Namespace) -> int:
     changes = {name: value for name, value in arguments.items() if value is not None}
     if not changes:
         # Only a change creates a store: a mistyped path must not look like one.
-        with SharedDiskStore.from_url(args.url, create=False, maintain=True) as existing:
+        with SharedDiskStore.from_url(args.url, create=False) as existing:
             settings = existing.settings
     else:
-        created = _is_missing(args.url)
+        path = DiskConfig.from_url(args.url).path
+        created = not Path(path, NAME).exists()
         settings = store.configure(**changes)
         if created:
-            path = DiskConfig.from_url(args.url).path
             print(f"ec-store: created a store in {path}, which had none", file=sys.stderr)
     lines = [f"{name:10} {value}" for name, value in settings.shown_settings().items()]
     _print_result(args, asdict(settings), "\n".join(lines))
     return 0
-
-
-def _is_missing(url: str) -> bool:
-    try:
-        SharedDiskStore.from_url(url, create=False).close()
-    except StoreError as error:
-        return isinstance(error, StoreMissing)
-    return False
 
 
 def _serve(store: Store, args: argparse.Namespace) -> int:

@@ -6,12 +6,12 @@ for the next caller.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import ParamSpec, Self, TypeVar
 
-from ec_store.base import Listed, Store, StoreStats
+from ec_store.base import Store, StoreStats
 from ec_store.concurrency import DaemonPool
 from ec_store.entry import Entry, EntryInfo
 from ec_store.errors import StoreUnavailable
@@ -27,7 +27,7 @@ CLOSE_S = 2.0
 
 
 class AsyncStore:
-    """Asyncio wrapper of a store, with the results and errors of `Store`."""
+    """Asyncio wrapper of the calls of a store that a proxy makes, with their results and errors."""
 
     def __init__(self, store: Store, pool: DaemonPool | None = None) -> None:
         """Wrap a store. `close` closes it, and the pool that runs its calls."""
@@ -65,28 +65,8 @@ class AsyncStore:
         """Run several calls on one thread: a switch of threads costs as much as one call."""
         return on_thread(self._pool, lambda: visit(self._store))
 
-    @property
-    def in_memory(self) -> bool:
-        return self._store.in_memory
-
-    def at_once(self, visit: Callable[[Store], T]) -> T:
-        """Run calls on the event loop, which is blocked until they return."""
-        return visit(self._store)
-
     async def delete(self, keys: Sequence[EntryKey]) -> int:
         return await self._call(self._store.delete, keys)
-
-    async def purge(self, namespace: str) -> int:
-        return await self._call(self._store.purge, namespace)
-
-    def ls(self) -> AsyncIterator[Listed]:
-        return self._iterate(self._store.ls)
-
-    def verify(self, *, fix: bool = False) -> AsyncIterator[Listed]:
-        return self._iterate(lambda: self._store.verify(fix=fix))
-
-    async def evict(self) -> int:
-        return await self._call(self._store.evict)
 
     async def sweep(self, every_s: float = 0.0) -> int:
         return await self._call(self._store.sweep, every_s)
@@ -118,14 +98,6 @@ class AsyncStore:
 
     async def _call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return await on_thread(self._pool, lambda: function(*args, **kwargs))
-
-    async def _iterate(self, start: Callable[[], Iterator[T]]) -> AsyncIterator[T]:
-        rows = await self._call(start)
-        while True:
-            row = await self._call(next, rows, None)
-            if row is None:
-                return
-            yield row
 
 
 def on_thread(pool: DaemonPool, call: Callable[[], T]) -> asyncio.Future[T]:

@@ -126,14 +126,6 @@ class Store(ABC):
 
     counts: Counts
 
-    @property
-    def in_memory(self) -> bool:
-        """Return whether lookups read this machine's memory, and wait for no other process.
-
-        A proxy makes them on its event loop then.
-        """
-        return False
-
     @abstractmethod
     def put(self, key: EntryKey, entry: Entry, *, replace: bool = False) -> bool:
         """Write an entry. It appears whole or not at all; of two writers either may win.
@@ -170,9 +162,7 @@ class Store(ABC):
         """Look up entries and protect them from eviction for `seconds`. Counts as a use."""
 
     @abstractmethod
-    def claim(
-        self, keys: Sequence[EntryKey], owner: str, seconds: float, *, wait: bool = True
-    ) -> list[bool]:
+    def claim(self, keys: Sequence[EntryKey], owner: str, seconds: float) -> list[bool]:
         """Claim the right to produce entries, so that other owners do not repeat the work.
 
         A free claim is taken, and a claim of this owner is renewed. A claim expires after `seconds`
@@ -182,8 +172,7 @@ class Store(ABC):
         correctness must not depend on them.
 
         An owner is a name shared by callers that produce an entry once between them, and different
-        from all others'. While other processes change one of these claims, the call waits, at most
-        one second. Without `wait`, it does not take such a claim.
+        from all others'. A claim that another process is changing at the moment may not be taken.
 
         Returns:
             For each key whether the owner holds its claim now; False if another owner does.
@@ -248,24 +237,16 @@ class Store(ABC):
         them.
         """
 
-    @abstractmethod
-    def evict(self) -> int:
-        """Bring the store under its quota. The cost depends on the bytes to free.
-
-        Returns:
-            Number of removed entries; 0 if the backend evicts by itself.
-        """
-
     def sweep(self, every_s: float = 0.0) -> int:  # noqa: ARG002 - for backends that need it
-        """Evict, and remove all expired entries and all files that crashes left.
+        """Bring the store under its quota, and remove expired entries and files that crashes left.
 
         This may read the metadata of every entry. If any process has started a sweep less than
-        `every_s` seconds ago, it only evicts.
+        `every_s` seconds ago, it only evicts, at a cost that depends on the bytes to free.
 
         Returns:
             Number of removed entries; 0 if the backend evicts by itself.
         """
-        return self.evict()
+        return 0
 
     @abstractmethod
     def stats(self) -> StoreStats: ...

@@ -24,19 +24,16 @@ def open_store(
     *,
     create: bool = True,
     lazy: bool = False,
-    maintain: bool = False,
 ) -> Store:
     """Open a store by its URL.
 
     Args:
-        url: `file:///path?max_bytes=64GiB&ttl=7d&durability=none`, `shm:///path/of/socket`,
+        url: `file:///path?max_bytes=64GiB&ttl=7d`, `shm:///path/of/socket`,
             `redis://…`, `rediss://…` or `redis+cluster://…`; docs/configuration/store.md lists
             the parameters of each.
         create: whether to create a store in a directory without one.
         lazy: whether the first use opens the directory, and the next use after each failure reopens
             it. The other stores are always opened lazily.
-        maintain: whether root may open a directory of another user. An engine or a proxy must not:
-            the owner would decide what it reads.
 
     Raises:
         ValueError: the URL has another scheme, or an unknown or invalid parameter.
@@ -55,7 +52,7 @@ def open_store(
         return ArenaStore(options)
     from ec_store.disk.store import SharedDiskStore  # noqa: PLC0415
 
-    store = SharedDiskStore(options, create=create, maintain=maintain)
+    store = SharedDiskStore(options, create=create)
     if not lazy:
         store.check()
     return store

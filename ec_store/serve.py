@@ -37,8 +37,8 @@ def serve(store: Store, args: argparse.Namespace) -> int:
     key = os.environ.get("EC_STORE_API_KEY", "")
     if not key and not _is_loopback(args.host):
         print(
-            f"ec-store: warning: every host that reaches {args.host}:{args.port} can list models "
-            "and look up entries: set EC_STORE_API_KEY, or --host 127.0.0.1",
+            f"ec-store: warning: every host that reaches {args.host}:{args.port} can read the "
+            "store's metrics: set EC_STORE_API_KEY, or --host 127.0.0.1",
             file=sys.stderr,
         )
     app = create_app(AsyncStore(store), interval_s=args.interval_s, api_key=key)

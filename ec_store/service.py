@@ -1,10 +1,10 @@
-"""HTTP service of a store: metrics and lookups, and the maintenance that keeps its quota."""
+"""HTTP service of a store: its metrics, and the maintenance that keeps its quota."""
 
 import asyncio
 import hmac
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -19,7 +19,6 @@ from prometheus_client.registry import Collector
 
 from ec_store.aio import AsyncStore
 from ec_store.base import MemoryStats, StoreStats
-from ec_store.entry import EntryInfo
 from ec_store.errors import StoreUnavailable
 from ec_store.keys import EntryKey
 
@@ -41,7 +40,6 @@ LONGEST_S = 600.0
 """Seconds after which maintenance that has not ended is unhealthy: a sweep of a million entries
 takes about a minute."""
 
-MAX_LOOKUP_KEYS = 1024
 OPEN_PATHS = frozenset({"/health"})
 
 GAUGES = {
@@ -97,8 +95,6 @@ def create_app(store: AsyncStore, *, interval_s: float, api_key: str = "") -> we
     app.cleanup_ctx.append(_housekeeping)
     app.router.add_get("/health", _health)
     app.router.add_get("/metrics", _metrics)
-    app.router.add_get("/v1/stats", _stats)
-    app.router.add_post("/v1/lookup", _lookup)
     return app
 
 
@@ -223,11 +219,6 @@ async def _health(request: web.Request) -> web.Response:
     return _json({"status": status, "maintenance_age_s": maintenance.age_s}, code)
 
 
-async def _stats(request: web.Request) -> web.Response:
-    store = request.app[STORE]
-    return _json(asdict(await store.stats()) | {"namespaces": dict(await store.namespaces())})
-
-
 async def _metrics(request: web.Request) -> web.Response:
     stats = _StatsCollector(await request.app[STORE].stats())
     body = generate_latest(stats) + generate_latest(request.app[MAINTENANCE].registry)
@@ -273,39 +264,6 @@ def _memory_metrics(memory: MemoryStats) -> Iterator[Metric]:
     for use in memory.uses:
         uses.add_metric([str(use.pid), use.role], use.pinned_bytes)
     yield uses
-
-
-async def _lookup(request: web.Request) -> web.Response:
-    """Return the header's fields or null for each key in `{"namespace": …, "identifiers": […]}`."""
-    try:
-        body = orjson.loads(await request.read())
-    except orjson.JSONDecodeError:
-        raise web.HTTPBadRequest(reason="the body is not JSON") from None
-    match body:
-        case {"namespace": str() as namespace, "identifiers": list() as identifiers} if all(
-            isinstance(identifier, str) for identifier in identifiers
-        ):
-            pass
-        case _:
-            raise web.HTTPBadRequest(reason="the body needs a namespace and a list of identifiers")
-    if len(identifiers) > MAX_LOOKUP_KEYS:
-        raise web.HTTPBadRequest(reason=f"at most {MAX_LOOKUP_KEYS} identifiers")
-    try:
-        keys = [EntryKey(namespace, identifier) for identifier in identifiers]
-    except ValueError as error:
-        raise web.HTTPBadRequest(reason=str(error)) from None
-    infos = await request.app[STORE].lookup(keys)
-    return _json({"entries": [info and _described(info) for info in infos]})
-
-
-def _described(info: EntryInfo) -> Mapping[str, Any]:
-    return {
-        "dtype": info.dtype,
-        "shape": info.shape,
-        "modality": info.modality,
-        "metadata": info.metadata,
-        "size_bytes": info.size_bytes,
-    }
 
 
 def _json(body: Any, status: int = 200) -> web.Response:

@@ -173,14 +173,7 @@ class ArenaStore(Store):
     def lease(self, keys: Sequence[EntryKey], seconds: float) -> list[EntryInfo | None]:
         return entry_infos(keys, self._ask(find_request(keys, seconds), Headers).headers)
 
-    def claim(
-        self,
-        keys: Sequence[EntryKey],
-        owner: str,
-        seconds: float,
-        *,
-        wait: bool = True,  # noqa: ARG002 - the server decides at once
-    ) -> list[bool]:
+    def claim(self, keys: Sequence[EntryKey], owner: str, seconds: float) -> list[bool]:
         """Claim entries (see `Store.claim`). A claim ends with this store's connection too."""
         reply = self._ask(claim_request(keys, owner, seconds, find=False), Claimed)
         return of_each(keys, reply.held)
@@ -212,10 +205,6 @@ class ArenaStore(Store):
             if listed.skipped is None:
                 listed = replace(listed, problem=self._problem(row.digest, fix=fix))
             yield listed
-
-    def evict(self) -> int:
-        """Return 0: the server evicts when a write needs room."""
-        return 0
 
     def stats(self) -> StoreStats:
         stats = self._ask(GetStats(), Stats)

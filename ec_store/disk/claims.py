@@ -12,9 +12,8 @@ import errno
 import hashlib
 import math
 import os
-import random
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 
 from ec_store.base import LONGEST_CLAIM_S
@@ -23,9 +22,6 @@ from ec_store.disk.files import DIGEST, NO_LINKS, Folder
 STALE_S = 5.0
 """Seconds after which an unfinished change counts as left by a crash. If two other processes change
 the claim at the moment of its removal, both may hold it: the entry is encoded twice."""
-
-WAIT_S = 1.0
-"""Upper bound in seconds of the wait for other processes' changes, for all entries of one call."""
 
 SLACK_S = 60.0
 """Tolerance in seconds. A claim that starts later was written while the clock was ahead."""
@@ -37,64 +33,52 @@ for longer at this point may cause a second encode."""
 
 _NEXT = ".next"
 
-Clock = Callable[[], float]
 
-
-def take_claims(  # noqa: PLR0913 - the parts of a claim
-    folder: Folder,
-    digests: Iterable[str],
-    owner: bytes,
-    seconds: float,
-    now: Clock,
-    *,
-    wait: bool,
-) -> list[bool]:
+def take_claims(folder: Folder, digests: Iterable[str], owner: bytes, seconds: float) -> list[bool]:
     """Take or renew claims; False for each entry that another owner claims.
 
-    On a file system without symbolic links, every claim succeeds: owners do not wait for each
-    other. Without `wait`, a claim that another process is changing is not taken. Raises OSError.
+    A claim that another process is changing is not taken. On a file system without symbolic links,
+    every claim succeeds: owners do not wait for each other. Raises OSError.
     """
-    ours, deadline_s = _signed(owner), time.monotonic() + (WAIT_S if wait else 0.0)
+    ours = _signed(owner)
     claim = f"{seconds:.3f} {ours}"
-    return [_take(folder, digest, ours, claim, deadline_s, now) for digest in digests]
+    return [_take(folder, digest, ours, claim) for digest in digests]
 
 
-def _take(  # noqa: PLR0913, PLR0917
-    folder: Folder, digest: str, ours: str, claim: str, deadline_s: float, now: Clock
-) -> bool:
+def _take(folder: Folder, digest: str, ours: str, claim: str) -> bool:
     try:
-        while not folder.link(digest, claim):
-            holder = _holder(folder, digest, now())
+        for _ in range(2):  # once more for a claim that ends between the calls
+            if folder.link(digest, claim):
+                return True
+            holder = _holder(folder, digest)
             if holder not in {None, ours}:
                 return False
-            if _changed(folder, digest, {None, ours}, claim, now):
+            if _changed(folder, digest, {None, ours}, claim):
                 return True
-            if time.monotonic() >= deadline_s:
-                return holder == ours
-            time.sleep(random.uniform(0.001, 0.005))  # noqa: S311
     except OSError as error:
         if error.errno not in NO_LINKS:
             raise
-    return True
+        return True
+    return holder == ours
 
 
-def give_back(folder: Folder, digest: str, owner: bytes, now: Clock) -> None:
+def give_back(folder: Folder, digest: str, owner: bytes) -> None:
     """Release a claim. A claim of another owner stays. Raises OSError."""
-    if _holder(folder, digest, now(), SURE_S) == _signed(owner):
+    if _holder(folder, digest, SURE_S) == _signed(owner):
         with suppress(FileNotFoundError):
             os.unlink(digest, dir_fd=folder.fd)
 
 
-def sweep_claims(folder: Folder, now: Clock) -> None:
+def sweep_claims(folder: Folder) -> None:
     """Remove expired claims, and unfinished changes that crashes left."""
     for digest in {name.removesuffix(_NEXT) for name in folder.names()}:
-        if DIGEST.fullmatch(digest) and _holder(folder, digest, now()) is None:
+        if DIGEST.fullmatch(digest) and _holder(folder, digest) is None:
             with suppress(OSError):
-                _changed(folder, digest, {None}, None, now)
+                _changed(folder, digest, {None}, None)
 
 
 def _changed(
-    folder: Folder, digest: str, holders: Collection[str | None], claim: str | None, now: Clock
+    folder: Folder, digest: str, holders: Collection[str | None], claim: str | None
 ) -> bool:
     """Replace a claim by another one or by none, if one of `holders` holds it.
 
@@ -104,12 +88,12 @@ def _changed(
     change = digest + _NEXT
     if not folder.link(change, claim or "-"):
         with suppress(FileNotFoundError):
-            if not -SLACK_S <= now() - folder.stat(change).st_mtime <= STALE_S:
+            if not -SLACK_S <= time.time() - folder.stat(change).st_mtime <= STALE_S:
                 folder.remove(change)
         return False
     try:
         # An existing link stays until this change ends; a missing one may be created meanwhile.
-        if not folder.has(digest) or _holder(folder, digest, now()) not in holders:
+        if not folder.has(digest) or _holder(folder, digest) not in holders:
             return False
         if claim is None:
             return folder.remove(digest)
@@ -119,14 +103,14 @@ def _changed(
         folder.remove(change)
 
 
-def _holder(folder: Folder, digest: str, now_s: float, least_s: float = 0.0) -> str | None:
+def _holder(folder: Folder, digest: str, least_s: float = 0.0) -> str | None:
     """Return the holder of a claim, as `_signed` makes it, if more than `least_s` seconds remain.
 
     None also if there is no link or its text is invalid.
     """
     try:
         # Time before text: if the link is replaced in between, the claim seems older than it is.
-        age_s = now_s - folder.stat(digest).st_mtime
+        age_s = time.time() - folder.stat(digest).st_mtime
         seconds, _, holder = os.readlink(digest, dir_fd=folder.fd).partition(" ")
         lives_s = float(seconds)
     except (FileNotFoundError, ValueError):

@@ -9,8 +9,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 from urllib.parse import unquote, urlsplit
 
 from ec_store.config import duration_s, octal, parameters, size_bytes, size_text
@@ -144,10 +143,7 @@ class DiskConfig:
         path: absolute path of the directory.
         overrides: settings for a store without `config.json`; those in an existing one
             take precedence.
-        durability: `fsync` if an entry has to survive a power cut once `put` has returned.
         max_entry_bytes: size of the largest entry that this process writes or reads.
-        require_mount: whether the store is unavailable unless a file system is mounted at the
-            directory or above it. Without its mount, `/mnt/ec` is a directory of the root disk.
 
     Raises:
         ValueError: a value is out of range.
@@ -155,9 +151,7 @@ class DiskConfig:
 
     path: str
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    durability: Literal["none", "fsync"] = "none"
     max_entry_bytes: int = 4 * 2**30
-    require_mount: bool = False
 
     @classmethod
     def from_url(cls, url: str) -> Self:
@@ -182,32 +176,12 @@ class DiskConfig:
             raise ValueError("max_entry_bytes must be greater than 0")
         replace(StoreSettings(), **self.overrides)  # checks the values
 
-    @property
-    def mounted(self) -> bool:
-        """Return whether a file system other than the root's is mounted at the path or above it."""
-        path = Path(self.path).resolve()
-        return any(folder.is_mount() for folder in (path, *path.parents) if folder.name)
-
-
-def _durability(text: str) -> str:
-    if text not in {"none", "fsync"}:
-        raise ValueError(f"{text!r} is not none or fsync")
-    return text
-
-
-def _switch(text: str) -> bool:
-    if text not in {"0", "1"}:
-        raise ValueError(f"{text!r} is not 0 or 1")
-    return text == "1"
-
 
 _PARAMETERS = {
     "max_bytes": size_bytes,
     "max_share": float,
     "ttl": duration_s,
-    "durability": _durability,
     "dir_mode": octal,
     "file_mode": octal,
     "max_entry_bytes": size_bytes,
-    "require_mount": _switch,
 }

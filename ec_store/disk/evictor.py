@@ -1,16 +1,12 @@
 """Eviction of entries from a shared directory, and removal of files that crashes left."""
 
 import os
-import random
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from itertools import islice
 from typing import NamedTuple
 
 from ec_store.counts import Counts
-from ec_store.disk.clock import StoreClock
 from ec_store.disk.eviction_policy import (
     EvictionCandidate,
     choose_victims,
@@ -19,20 +15,13 @@ from ec_store.disk.eviction_policy import (
 )
 from ec_store.disk.files import NO_ROOM, READ, Folder, close_quietly
 from ec_store.disk.leases import leased_digests
-from ec_store.disk.ledger import EVICTING, SWEEPING, Count, Ledger, Usage
+from ec_store.disk.ledger import Ledger, Usage
 from ec_store.disk.lock import is_locked, lock
-from ec_store.disk.tree import Found, Tree, staging_name
-
-CHARGE_S = 10.0
-"""Age in seconds up to which a staging file may not be charged yet, or may be published already."""
+from ec_store.disk.tree import Found, Tree, release_name, staging_name
 
 YOUNG_S = 0.25
 """Age in seconds up to which the process of a staging file counts as alive: it may not have locked
 the file yet. Most writes take less, so an eviction tests few locks."""
-
-COUNTED = 100
-"""Entries that are counted for each leftover, on average, or for each mean size of leftovers. Its
-process may have died between a file and its charge or release. Such errors add up."""
 
 RELEASE_S = 0.05
 """Time in seconds within which a process that has removed a file changes the ledger."""
@@ -75,69 +64,69 @@ Lacking = Callable[[Usage], int]
 
 
 class Evictor:
-    """Remover of entries, which also releases their usage in the ledger."""
+    """Remover of entries, which also releases their usage in the ledger.
 
-    def __init__(self, clock: StoreClock, ledger: Ledger, counts: Counts) -> None:
+    Several processes may evict at once: each reads the ledger again before each batch, and of two
+    that remove the same entry, the second gets ENOENT.
+    """
+
+    def __init__(self, ledger: Ledger, counts: Counts) -> None:
         self.young_s = YOUNG_S
         self._counts = counts
-        self._clock = clock
         self._ledger = ledger
 
-    def free_space(self, tree: Tree, lacking: Lacking, ttl_s: float) -> Freed | None:
+    def free_space(self, tree: Tree, lacking: Lacking, ttl_s: float) -> Freed:
         """Evict the least recently used of a random sample, and its expired entries.
 
         The cost depends on the bytes to free, not on the number of entries in the store. If nothing
         is lacking, only the expired entries of one small sample are evicted.
 
-        Returns:
-            The result; None if another process is evicting.
-
         Raises:
             OSError: nothing was evicted, and entries could not be read.
         """
-        with self._ledger.locked(tree.root, EVICTING) as held:
-            return self._free_timed(tree, lacking, ttl_s, alone=True) if held else None
-
-    def free_beside(self, tree: Tree, lacking: Lacking, ttl_s: float) -> Freed:
-        """Evict without the lock, for an entry that has to be written.
-
-        A writer that frees only the size of its own entry needs no lock. All writers together free
-        what they write, and if two remove the same entry, the second gets ENOENT.
-        """
-        return self._free_timed(tree, lacking, ttl_s, alone=False)
-
-    def sweep(self, tree: Tree, ttl_s: float) -> None:
-        """Read all entries: remove the expired ones, and correct the ledger.
-
-        The caller holds `SWEEPING`: two processes that corrected the ledger at once would both
-        apply the same correction.
-        """
-        count = Count(self._ledger.total(tree.root))
-        for candidate in self._counted(tree, count):
-            expired = self._clock.expiry_now() - candidate.used_s > ttl_s
-            if expired and (freed := self._remove(tree, [candidate])[0]):
-                count.remove(freed)
-        self._correct(tree, count)
-
-    def _free_timed(self, tree: Tree, lacking: Lacking, ttl_s: float, *, alone: bool) -> Freed:
         started_s = time.monotonic()
         before = self._ledger.total(tree.root)
         excess = lacking(before)
         if excess <= 0:
-            return Freed(self._evict_sample(tree, before, 0, ttl_s, alone=alone).bytes, full=False)
+            return Freed(self._evict_sample(tree, before, 0, ttl_s).bytes, full=False)
         try:
-            return self._free(tree, excess, lacking, ttl_s, alone=alone)
+            return self._free(tree, excess, lacking, ttl_s)
         finally:
             self._counts.observe("eviction_seconds", time.monotonic() - started_s)
 
-    def _free(
-        self, tree: Tree, excess: int, lacking: Lacking, ttl_s: float, *, alone: bool
-    ) -> Freed:
-        """Evict until `excess` bytes are freed, nothing is lacking, or no entry can be evicted.
+    def sweep(self, tree: Tree, ttl_s: float) -> None:
+        """Read all entries: remove the expired ones and leftovers, and correct the ledger.
 
-        Other processes evict meanwhile, so the ledger is read again before each batch. It is
-        corrected only by the holder of the lock (`alone`), as in `sweep`.
+        The caller holds the lock of the sweep: two processes that corrected the ledger at once
+        would both apply the same correction.
         """
+        before, now = self._ledger.total(tree.root), time.time()
+        expired: list[EvictionCandidate] = []
+        left: list[Found] = []
+        unread: list[OSError] = []
+        size_bytes = entries = 0
+        is_written = False
+        for found in tree.scan(unread, remove_empty=True):
+            if found.is_charged:
+                size_bytes += taken_bytes(found.size_bytes)
+                entries += 1
+            if not found.staging:
+                candidate = _candidate(found, now)
+                if now - candidate.used_s > ttl_s:
+                    expired.append(candidate)
+            elif self._is_left(found, now):
+                left.append(found)
+            else:
+                is_written = True
+        if not is_written and not unread:
+            self._correct(tree, before, Usage(size_bytes, entries))
+        for found in left:
+            self._clear(tree, found)
+        for candidate in expired:
+            self._remove(tree, [candidate])
+
+    def _free(self, tree: Tree, excess: int, lacking: Lacking, ttl_s: float) -> Freed:
+        """Evict until `excess` bytes are freed, nothing is lacking, or no entry can be evicted."""
         freed = fruitless = 0
         unread: list[OSError] = []
         while freed < excess:
@@ -145,7 +134,7 @@ class Evictor:
             left = min(excess - freed, lacking(before))
             if left <= 0:
                 break
-            evicted = self._evict_sample(tree, before, left, ttl_s, alone=alone)
+            evicted = self._evict_sample(tree, before, left, ttl_s)
             freed += evicted.bytes
             if evicted.found:
                 fruitless, unread = 0, []
@@ -160,32 +149,26 @@ class Evictor:
                 return Freed(freed, full=not freed)
         return Freed(freed, full=False)
 
-    def _evict_sample(
-        self, tree: Tree, before: Usage, excess: int, ttl_s: float, *, alone: bool
-    ) -> Evicted:
+    def _evict_sample(self, tree: Tree, before: Usage, excess: int, ttl_s: float) -> Evicted:
         """Evict from one sample: first what crashes left in its folders.
 
         `before` is the present sum of the ledger.
         """
-        count = Count(before)
-        wanted = sample_size(excess, before.mean_bytes)
-        files = self._counted(tree, count)
-        sample = list(islice(files, wanted))
-        all_seen = len(sample) < wanted and not count.unread
-        if alone and (all_seen or _is_doubtful(count)):
-            with self._ledger.locked(tree.root, SWEEPING) as counting:
-                if counting:
-                    deque(files, maxlen=0)  # counts the rest of the store
-                    self._correct(tree, count)
-        cleared = count.cleared_bytes
-        excess -= cleared
+        wanted, now = sample_size(excess, before.mean_bytes), time.time()
+        sample: list[EvictionCandidate] = []
+        unread: list[OSError] = []
+        cleared = 0
+        for found in tree.scan(unread, remove_empty=True):
+            if not found.staging:
+                sample.append(_candidate(found, now))
+                if len(sample) == wanted:
+                    break
+            elif self._is_left(found, now):
+                cleared += self._clear(tree, found)
+        all_seen = len(sample) < wanted and not unread
         while True:
             victims = choose_victims(
-                sample,
-                all_seen=all_seen,
-                now_s=self._clock.expiry_now(),
-                ttl_s=ttl_s,
-                excess=excess,
+                sample, all_seen=all_seen, now_s=now, ttl_s=ttl_s, excess=excess - cleared
             )
             # Leases are read only for the entries that would be evicted.
             leased = leased_digests(
@@ -193,42 +176,43 @@ class Evictor:
             )
             if not leased:
                 freed, unremovable = self._remove(tree, victims)
-                found = cleared > 0 or len(victims) > unremovable
-                return Evicted(cleared + freed, found, all_seen, count.unread)
+                found_any = cleared > 0 or len(victims) > unremovable
+                return Evicted(cleared + freed, found_any, all_seen, unread)
             sample = [candidate for candidate in sample if candidate.digest not in leased]
 
-    def _counted(self, tree: Tree, count: Count) -> Iterator[EvictionCandidate]:
-        """Yield entries in random order and count them; remove staging files that crashes left."""
-        now = time.time()
-        for found in tree.scan(count.unread, remove_empty=True):
-            size = taken_bytes(found.size_bytes)
-            if not found.staging:
-                count.add(size)
-                yield EvictionCandidate(found.digest, found.size_bytes, _used_s(found, now))
-                continue
-            age_s = abs(now - found.status.st_ctime)
-            left = age_s > self.young_s and _is_left(found)
-            if age_s <= CHARGE_S and not left:
-                count.add_unsure(size)
-                continue
-            if not found.duplicate:
-                count.add(size)
-            if left and found.folder.remove(found.name) and not found.duplicate:
-                self._ledger.release(tree.root, size)
-                count.clear(size)
-
-    def _correct(self, tree: Tree, count: Count) -> None:
-        correction = count.correction(self._ledger.total(tree.root))
-        if correction != Usage():
-            # Another process may not have released yet what it removed.
-            time.sleep(RELEASE_S)
-            correction = correction.common(count.correction(self._ledger.total(tree.root)))
-        if correction != Usage():
+    def _is_left(self, found: Found, now: float) -> bool:
+        """Return whether the process of a staging file has died: it would have the file locked."""
+        if abs(now - found.status.st_ctime) <= self.young_s:
+            return False
+        with suppress(OSError):
+            fd = found.folder.open(found.name, READ)
             try:
-                self._ledger.add(tree.root, correction)
-            except OSError as error:  # the next count corrects it
-                if error.errno not in NO_ROOM:
-                    raise
+                return not is_locked(fd)
+            finally:
+                close_quietly(fd)
+        return False
+
+    def _clear(self, tree: Tree, found: Found) -> int:
+        """Remove a staging file that a crash left, and return the bytes that it frees."""
+        if not found.folder.remove(found.name) or not found.is_charged:
+            return 0
+        size_bytes = taken_bytes(found.size_bytes)
+        self._ledger.release(tree.root, size_bytes)
+        return size_bytes
+
+    def _correct(self, tree: Tree, before: Usage, counted: Usage) -> None:
+        """Correct the ledger by a count of all files, unless others have changed it meanwhile."""
+        size_bytes, entries = counted.bytes - before.bytes, counted.entries - before.entries
+        if not size_bytes and not entries:
+            return
+        # Another process may not have released yet what it removed.
+        time.sleep(RELEASE_S)
+        if self._ledger.total(tree.root) == before:
+            more = Usage(max(0, size_bytes), max(0, entries))
+            with suppress(OSError):  # the next sweep corrects it
+                self._ledger.add(
+                    tree.root, more + Usage(0, 0, max(0, -size_bytes), max(0, -entries))
+                )
 
     def _remove(self, tree: Tree, victims: Sequence[EvictionCandidate]) -> tuple[int, int]:
         """Remove entries, except those used or leased since they were sampled.
@@ -255,9 +239,11 @@ class Evictor:
                     if used or candidate.digest in leased:
                         if name == candidate.digest:
                             continue
-                        if folder.publish(name, candidate.digest):
-                            folder.remove(name)
+                        second = release_name(folder, name, candidate.digest)
+                        if folder.publish(second, candidate.digest):
+                            folder.remove(second)
                             continue
+                        name = second  # noqa: PLW2901 - another process has put the entry again
                 if folder.remove(name):
                     freed += taken_bytes(candidate.size_bytes)
                     removed += 1
@@ -299,30 +285,14 @@ def _set_aside(folder: Folder, candidate: EvictionCandidate) -> str:
     return name
 
 
-def _is_left(found: Found) -> bool:
-    """Return whether the process of a staging file has died: it would have the file locked."""
-    with suppress(OSError):
-        fd = found.folder.open(found.name, READ)
-        try:
-            return not is_locked(fd)
-        finally:
-            close_quietly(fd)
-    return False
-
-
-def _is_doubtful(count: Count) -> bool:
-    """Return whether to count a whole store, because processes died in it."""
-    left = max(count.cleared, count.cleared_bytes / max(1, count.before.mean_bytes))
-    return COUNTED * left > random.random() * max(0, count.before.entries)  # noqa: S311
-
-
-def _used_s(found: Found, now: float) -> float:
-    """Return when an entry was last used, at most one minute from now.
+def _candidate(found: Found, now: float) -> EvictionCandidate:
+    """Return an entry with its last use, at most one minute from now.
 
     A later time comes from a clock that was ahead, and would keep the entry indefinitely.
     """
-    if found.status.st_mtime <= now + 60:
-        return found.status.st_mtime
-    with suppress(OSError):
-        os.utime(found.name, dir_fd=found.folder.fd, follow_symlinks=False)
-    return now
+    used_s = found.status.st_mtime
+    if used_s > now + 60:
+        used_s = now
+        with suppress(OSError):
+            os.utime(found.name, dir_fd=found.folder.fd, follow_symlinks=False)
+    return EvictionCandidate(found.digest, found.size_bytes, used_s)

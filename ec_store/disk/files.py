@@ -5,7 +5,6 @@ import os
 import re
 import secrets
 import stat
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -19,12 +18,6 @@ NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 DIGEST = re.compile(r"[0-9a-f]{64}")
 
-SETTLES_IN_S = 0.05
-"""Upper bound in seconds of the time between creating a folder and setting its permissions."""
-
-PRIVATE_S = 1.0
-"""Seconds for which a folder that has not got its permissions is taken for a private one."""
-
 
 @dataclass(frozen=True, slots=True)
 class Modes:
@@ -37,13 +30,11 @@ class Modes:
 class Folder:
     """Open folder, shared by threads. Its descriptor is closed with its last reference."""
 
-    __slots__ = ("_listed", "_private_until_s", "fd", "modes")
+    __slots__ = ("fd", "modes")
 
-    def __init__(self, fd: int, modes: Modes, *, listed: bool = False) -> None:
+    def __init__(self, fd: int, modes: Modes) -> None:
         self.fd = fd
         self.modes = modes
-        self._listed = listed
-        self._private_until_s = 0.0
 
     def __del__(self) -> None:
         try:  # noqa: SIM105 - runs with every lookup, and suppress() is slower
@@ -63,18 +54,18 @@ class Folder:
                 os.chmod(path, modes.folder)  # noqa: PTH101
         return cls(os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC), modes)
 
-    def check_owner(self, allowed: int, *, trusted: bool = False) -> None:
+    def check_owner(self, allowed: int) -> None:
         """Check that no other user controls the content of this folder.
 
-        If the permissions that the operator has set (`allowed`) let the group or others write, or
-        if its owner is `trusted`, another user may own the folder.
+        If the permissions that the operator has set (`allowed`) let the group or others write,
+        another user may own the folder.
 
         Raises:
             PermissionError: another user owns the folder, or may write to it.
         """
         status = os.fstat(self.fd)
         path = os.readlink(f"/proc/self/fd/{self.fd}")  # noqa: PTH115
-        trusted = trusted or bool(allowed & (stat.S_IWGRP | stat.S_IWOTH))
+        trusted = allowed & (stat.S_IWGRP | stat.S_IWOTH)
         if status.st_uid not in {0, os.geteuid()} and not trusted:
             raise PermissionError(errno.EACCES, f"{path} belongs to user {status.st_uid}")
         if status.st_mode & stat.S_IWOTH and not allowed & stat.S_IWOTH:
@@ -84,36 +75,7 @@ class Folder:
         return Folder(self.open(name, FOLDER), self.modes)
 
     def open(self, name: str, flags: int, mode: int = 0) -> int:
-        try:
-            return os.open(name, flags, mode, dir_fd=self.fd)
-        except PermissionError:
-            self._wait_permissions()
-            return os.open(name, flags, mode, dir_fd=self.fd)
-
-    def _wait_permissions(self) -> None:
-        """Wait while this folder lacks its permissions.
-
-        A folder that another user's process creates has the permissions of its umask, until that
-        process sets them. A folder that stays private is waited for once in `PRIVATE_S`, because
-        the caller may be an event loop.
-        """
-        now_s = time.monotonic()
-        if now_s < self._private_until_s:
-            return
-        while self._lacks_permissions():
-            if time.monotonic() >= now_s + SETTLES_IN_S:
-                self._private_until_s = now_s + PRIVATE_S
-                return
-            time.sleep(0.001)
-
-    def _lacks_permissions(self) -> bool:
-        """Return whether another user created this folder and has not set its permissions yet."""
-        status, wanted = os.fstat(self.fd), self.modes.folder
-        return status.st_uid != os.geteuid() and status.st_mode & wanted != wanted
-
-    def to_list(self, name: str) -> "Folder":
-        """Open a folder for listing by one thread, which saves two system calls."""
-        return Folder(self.open(name, LISTED), self.modes, listed=True)
+        return os.open(name, flags, mode, dir_fd=self.fd)
 
     def create_folder(self, name: str) -> bool:
         """Create a folder in this one; False if it exists, also if another user created it again.
@@ -121,7 +83,7 @@ class Folder:
         Raises OSError, ENOENT also if it was removed at once.
         """
         try:
-            self._make_folder(name)
+            os.mkdir(name, self.modes.folder, dir_fd=self.fd)
         except FileExistsError:
             return False
         try:
@@ -138,13 +100,6 @@ class Folder:
             return False
         return True
 
-    def _make_folder(self, name: str) -> None:
-        try:
-            os.mkdir(name, self.modes.folder, dir_fd=self.fd)
-        except PermissionError:
-            self._wait_permissions()
-            os.mkdir(name, self.modes.folder, dir_fd=self.fd)
-
     def open_or_create(self, name: str) -> "Folder":
         try:
             return self.folder(name)
@@ -155,14 +110,13 @@ class Folder:
     @contextmanager
     def scan(self) -> Iterator[Iterator[os.DirEntry[str]]]:
         """Open a listing of this folder."""
-        # A separate descriptor, if others list too: the position belongs to the open folder.
-        fd = self.fd if self._listed else os.open(".", LISTED, dir_fd=self.fd)
+        # A separate descriptor: the position of a listing belongs to the open folder.
+        fd = os.open(".", LISTED, dir_fd=self.fd)
         try:
             with os.scandir(fd) as listing:
                 yield listing
         finally:
-            if not self._listed:
-                os.close(fd)
+            os.close(fd)
 
     def names(self) -> list[str]:
         with self.scan() as listing:
@@ -185,35 +139,28 @@ class Folder:
         finally:
             os.close(fd)
 
-    def replace(self, name: str, content: bytes, *, durable: bool = False) -> None:
-        """Write a small file atomically; `durable` flushes the file and its name to disk."""
+    def replace(self, name: str, content: bytes) -> None:
+        """Write a small file atomically."""
         staging = f".{secrets.token_hex(8)}.tmp"
         fd = self.create(staging)
         try:
             try:
                 write(fd, [memoryview(content)])
-                if durable:
-                    os.fsync(fd)
             finally:
                 os.close(fd)
             os.rename(staging, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
-            if durable:
-                self.sync()
         except BaseException:
             self.remove(staging)
             raise
 
-    def add(self, name: str, content: bytes, *, durable: bool = False) -> bool:
+    def add(self, name: str, content: bytes) -> bool:
         """Write a small file atomically, as `replace`; False if the name exists."""
         staging = f".{secrets.token_hex(8)}.tmp"
-        self.replace(staging, content, durable=durable)
+        self.replace(staging, content)
         try:
-            added = self.publish(staging, name)
+            return self.publish(staging, name)
         finally:
             self.remove(staging)
-        if durable:
-            self.sync()
-        return added
 
     def publish(self, staging: str, name: str) -> bool:
         """Give a staging file its final name; False if the name exists."""
@@ -228,8 +175,8 @@ class Folder:
             os.rename(staging, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
         return True
 
-    def rename(self, name: str, new: str, into: "Folder | None" = None) -> None:
-        os.rename(name, new, src_dir_fd=self.fd, dst_dir_fd=(into or self).fd)
+    def rename(self, name: str, new: str) -> None:
+        os.rename(name, new, src_dir_fd=self.fd, dst_dir_fd=self.fd)
 
     def link(self, name: str, text: str) -> bool:
         """Create a symbolic link with data as its text, not a target; False if the name exists."""
@@ -263,14 +210,6 @@ class Folder:
             os.rmdir(name, dir_fd=self.fd)
             return True
         return False
-
-    def sync(self) -> None:
-        """Flush the names in this folder to disk."""
-        fd = os.open(".", LISTED, dir_fd=self.fd)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
 
 
 def write(fd: int, parts: Sequence[memoryview], offset: int = 0) -> None:

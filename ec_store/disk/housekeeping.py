@@ -9,7 +9,6 @@ from os.path import ismount
 
 from ec_store.counts import Counts
 from ec_store.disk.claims import sweep_claims
-from ec_store.disk.clock import StoreClock
 from ec_store.disk.config import StoreSettings
 from ec_store.disk.eviction_policy import (
     BLOCK_BYTES,
@@ -18,9 +17,9 @@ from ec_store.disk.eviction_policy import (
     excess_bytes,
     taken_bytes,
 )
-from ec_store.disk.evictor import Evictor, Freed, Lacking
+from ec_store.disk.evictor import Evictor
 from ec_store.disk.leases import sweep_leases
-from ec_store.disk.ledger import SWEEPING, Ledger, LedgerLost, Usage
+from ec_store.disk.ledger import Ledger, LedgerLost, Usage
 from ec_store.disk.tree import Tree
 from ec_store.errors import EntryTooLarge, StoreUnavailable
 
@@ -33,11 +32,11 @@ TIDY_EVERY_S = 900.0
 """Longest time in seconds between two removals of leftovers of crashes."""
 
 WAIT_S = 5.0
-"""Upper bound in seconds of a writer's wait for room that another process is making. After it, the
-entry is dropped."""
+"""Upper bound in seconds of a writer's attempts to evict entries that other processes remove or use
+first. After it, the entry is dropped."""
 
-PAUSES_S = (0.002, 0.1)
-"""Bounds in seconds of the pauses of a waiting writer: random ones, up to a limit that doubles."""
+PAUSE_S = 0.02
+"""Longest pause in seconds between two of these attempts."""
 
 FRUITLESS_S = 1.0
 """Seconds for which a store without evictable entries counts as full without another check."""
@@ -57,8 +56,6 @@ _LIMITS_LOGGED = set[str]()
 class Housekeeping:
     """Housekeeping of one store, by any process.
 
-    Evictions and sweeps have a lock each. A writer may free room for its own entry beside them.
-
     The cost of a call does not depend on the number of entries, except for `sweep`.
 
     Attributes:
@@ -71,10 +68,9 @@ class Housekeeping:
         `counts` gets `evictions`, and observes `eviction_seconds`.
         """
         self._counts = counts
-        self.clock = StoreClock()
         self.ledger = Ledger()
         self.settings = StoreSettings()
-        self._evictor = Evictor(self.clock, self.ledger, counts)
+        self._evictor = Evictor(self.ledger, counts)
         self._fruitless_until_s = float("-inf")
         self._useless_until_s = float("-inf")
         self._tidy_looked_s = float("-inf")
@@ -105,11 +101,11 @@ class Housekeeping:
 
         Raises:
             EntryTooLarge: the entry is larger than the whole quota.
-            StoreUnavailable: no more entries can be removed, or another process evicts for too
+            StoreUnavailable: no more entries can be removed, or other processes are faster for too
                 long.
             OSError: entries cannot be read.
         """
-        patience = _EvictionWait()
+        deadline_s = time.monotonic() + WAIT_S
         while True:
             file_system = tree.file_system()
             quota = self.quota_bytes(file_system)
@@ -125,8 +121,11 @@ class Housekeeping:
                 raise StoreUnavailable("the store is full, and none of its entries can be evicted")
             ahead_bytes = min(AHEAD * coming_bytes, int(quota * (1 - HIGH_WATER)))
             ahead = partial(self._lacking, file_system, coming_bytes, ahead_bytes)
-            if self._free_or_wait(tree, ahead, lacking, coming_bytes, patience).full:
+            freed = self._evictor.free_space(tree, ahead, self.settings.ttl)
+            if freed.full:
                 self._fruitless_until_s = time.monotonic() + FRUITLESS_S
+            elif not freed.bytes:
+                _pause(deadline_s)
         self._clean_if_due(tree)
 
     def _lacking(
@@ -147,20 +146,17 @@ class Housekeeping:
             `record_useless`.
 
         Raises:
-            StoreUnavailable: another process evicts for too long.
+            StoreUnavailable: other processes are faster for too long.
             OSError: entries cannot be read.
         """
         if time.monotonic() < self._useless_until_s:
             return False
-        patience = _EvictionWait()
-
-        def size(_: Usage) -> int:
-            return size_bytes
-
+        deadline_s = time.monotonic() + WAIT_S
         while True:
-            freed = self._free_or_wait(tree, size, size, size_bytes, patience)
-            if freed != (0, False):
+            freed = self._evictor.free_space(tree, lambda _: size_bytes, self.settings.ttl)
+            if freed.bytes or freed.full:
                 return not freed.full
+            _pause(deadline_s)
 
     def record_useless(self) -> None:
         """Record that a write failed for lack of space although `free_space` evicted for it."""
@@ -170,7 +166,7 @@ class Housekeeping:
         """Free room ahead of writers, and remove the expired entries of a small sample.
 
         Returns:
-            Number of removed entries; 0 if another process is evicting.
+            Number of removed entries.
         """
         file_system = tree.file_system()
 
@@ -182,8 +178,7 @@ class Housekeeping:
             )
 
         before = self._counts["evictions"]
-        if self._evictor.free_space(tree, lacking, self.settings.ttl) is None:
-            return 0
+        self._evictor.free_space(tree, lacking, self.settings.ttl)
         self._clean_if_due(tree)
         return self._counts["evictions"] - before
 
@@ -199,7 +194,7 @@ class Housekeeping:
         if not self._due(tree, "swept", min(every_s, self.settings.ttl)):
             return 0
         before = self._counts["evictions"]
-        with self.ledger.locked(tree.root, SWEEPING) as held:
+        with self.ledger.sweeping(tree.root) as held:
             if not held:
                 return 0
             _set_marker(tree, "swept")
@@ -218,36 +213,11 @@ class Housekeeping:
         self.ledger.discard_damaged(tree.root)
         unread: list[OSError] = []
         found = tree.scan(unread)
-        sizes = [taken_bytes(file.size_bytes) for file in found if not file.duplicate]
+        sizes = [taken_bytes(file.size_bytes) for file in found if file.is_charged]
         for error in unread:
             if not isinstance(error, PermissionError):
                 raise error
         self.ledger.create(tree.root, Usage(charged_bytes=sum(sizes), charged=len(sizes)))
-
-    def _free_or_wait(
-        self,
-        tree: Tree,
-        ahead: Lacking,
-        lacking: Lacking,
-        own_bytes: int,
-        patience: "_EvictionWait",
-    ) -> Freed:
-        """Free what `ahead` returns; if another process is evicting, `own_bytes` if they lack.
-
-        Pause if the call before freed nothing, because other processes were faster. The store
-        counts as full only while no other process is evicting from it.
-        """
-        if patience.fruitless:
-            patience.pause()
-        freed = self._evictor.free_space(tree, ahead, self.settings.ttl)
-        if freed is None:
-            patience.check()
-            beside = self._evictor.free_beside(
-                tree, lambda used: min(own_bytes, lacking(used)), self.settings.ttl
-            )
-            freed = Freed(beside.bytes, full=False)
-        patience.fruitless = freed == (0, False)
-        return freed
 
     def _warn(self, file_system: FileSystem) -> None:
         if self._reserve_kept:
@@ -283,8 +253,8 @@ class Housekeeping:
     def _clean_leftovers(self, tree: Tree) -> None:
         """Remove expired leases, claims and leftover files; entries are not read."""
         sweep_leases(tree.leases, time.time())
-        sweep_claims(tree.claims, time.time)
-        now = self.clock.expiry_now()
+        sweep_claims(tree.claims)
+        now = time.time()
         for folder in (tree.root, tree.namespaces):
             for name in folder.names():
                 if name[0] == "." and name.endswith(".tmp"):
@@ -293,27 +263,14 @@ class Housekeeping:
                             folder.remove(name)
 
 
-class _EvictionWait:
-    """Bounded wait of a writer while another process is evicting.
+def _pause(deadline_s: float) -> None:
+    """Wait a moment, since other processes removed or used the chosen entries first.
 
-    Attributes:
-        fruitless: whether the last eviction freed nothing.
+    Raises StoreUnavailable after the deadline.
     """
-
-    def __init__(self) -> None:
-        self.fruitless = False
-        self._deadline_s = time.monotonic() + WAIT_S
-        self._pause_s, self._longest_s = PAUSES_S
-
-    def check(self) -> None:
-        if time.monotonic() >= self._deadline_s:
-            raise StoreUnavailable("the store is full, and another process is still evicting")
-
-    def pause(self) -> None:
-        """Sleep, longer each time. Raises StoreUnavailable after `WAIT_S`."""
-        self.check()
-        time.sleep(random.uniform(self._pause_s / 2, self._pause_s))  # noqa: S311
-        self._pause_s = min(2 * self._pause_s, self._longest_s)
+    if time.monotonic() >= deadline_s:
+        raise StoreUnavailable("the store is full, and other processes evict or use its entries")
+    time.sleep(random.uniform(PAUSE_S / 10, PAUSE_S))  # noqa: S311
 
 
 def _set_marker(tree: Tree, name: str) -> None:

@@ -7,7 +7,7 @@ import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass
 
 import xxhash
 
@@ -22,8 +22,8 @@ SLOTS = 16
 
 SLOT_BYTES = 64
 
-EVICTING, SWEEPING = SLOTS, SLOTS + 1
-"""Bytes that a process locks while it evicts, or counts all files. The first bytes are those of the
+SWEEPING = SLOTS
+"""Byte that a process locks while it counts all files. The bytes before it are those of the
 records."""
 
 READS = 4
@@ -67,9 +67,6 @@ class Usage:
             self.released + other.released,
         )
 
-    def common(self, other: "Usage") -> "Usage":
-        return Usage(*map(min, astuple(self), astuple(other)))
-
     @property
     def bytes(self) -> int:
         return self.charged_bytes - self.released_bytes
@@ -81,72 +78,6 @@ class Usage:
     @property
     def mean_bytes(self) -> int:
         return self.bytes // max(1, self.entries)
-
-
-@dataclass(slots=True)
-class Count:
-    """Count of all files, which takes a while: other processes write and remove meanwhile.
-
-    Attributes:
-        before: sum of the ledger at the start of the count.
-        least_bytes, least: size and number of the files that were certainly there and charged.
-        most_bytes, most: the same with the unsure files, and without those that this process has
-            removed and released since.
-        unread: errors of files and folders that could not be counted.
-        cleared_bytes, cleared: size and number of the leftovers of crashes that were removed during
-            the count.
-    """
-
-    before: Usage
-    least_bytes: int = 0
-    least: int = 0
-    most_bytes: int = 0
-    most: int = 0
-    unread: list[OSError] = field(default_factory=list)
-    cleared_bytes: int = 0
-    cleared: int = 0
-
-    def add(self, size_bytes: int) -> None:
-        self.least_bytes += size_bytes
-        self.least += 1
-        self.add_unsure(size_bytes)
-
-    def add_unsure(self, size_bytes: int) -> None:
-        """Count a new staging file: it may not be charged, or be seen under its final name too."""
-        self.most_bytes += size_bytes
-        self.most += 1
-
-    def remove(self, size_bytes: int) -> None:
-        self.most_bytes -= size_bytes
-        self.most -= 1
-
-    def clear(self, size_bytes: int) -> None:
-        self.remove(size_bytes)
-        self.cleared_bytes += size_bytes
-        self.cleared += 1
-
-    def correction(self, after: Usage) -> Usage:
-        """Return the part of the ledger's error that is certain.
-
-        A file that came or went during the count may have been seen or not. So the number of files
-        at the start is at least the certain number less those that came, and at most the largest
-        number plus those that were removed. The ledger is wrong by at least its distance from that
-        range. `after` is the sum of the ledger at the end of the count.
-        """
-        size = _clamp_change(
-            self.before.bytes,
-            self.least_bytes - (after.charged_bytes - self.before.charged_bytes),
-            self.most_bytes + after.released_bytes - self.before.released_bytes,
-        )
-        number = _clamp_change(
-            self.before.entries,
-            self.least - (after.charged - self.before.charged),
-            self.most + after.released - self.before.released,
-        )
-        charged = Usage(max(0, size), max(0, number))
-        if self.unread:  # files that cannot be read still take room
-            return charged
-        return charged + Usage(released_bytes=max(0, -size), released=max(0, -number))
 
 
 class Ledger:
@@ -186,12 +117,12 @@ class Ledger:
                 root.remove(NAME)
 
     @contextmanager
-    def locked(self, root: Folder, place: int) -> Iterator[bool]:
-        """Hold one of the locks `EVICTING` and `SWEEPING`, if it is free; yield whether it was.
+    def sweeping(self, root: Folder) -> Iterator[bool]:
+        """Hold the lock of the process that counts all files, if it is free; yield whether it was.
 
         It ends with its process. Raises OSError.
         """
-        with _opened(root) as fd, locked(fd, place) as held:
+        with _opened(root) as fd, locked(fd, SWEEPING) as held:
             yield held
 
     def charge(self, root: Folder, size_bytes: int, entries: int = 1) -> None:
@@ -284,7 +215,3 @@ def _record(usage: Usage) -> bytes:
 def _parse(record: bytes) -> _Sums | None:
     sums, checksum = record[: _SUMS.size], record[_SUMS.size :]
     return _SUMS.unpack(sums) if xxhash.xxh64_digest(sums) == checksum else None
-
-
-def _clamp_change(value: int, low: int, high: int) -> int:
-    return max(0, low - value) + min(0, high - value)

@@ -6,7 +6,6 @@ import secrets
 import time
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from ec_store.disk.config import (
@@ -21,7 +20,6 @@ from ec_store.disk.config import (
 from ec_store.disk.files import NO_ROOM, Folder, Modes
 from ec_store.disk.housekeeping import Housekeeping
 from ec_store.disk.ledger import LedgerLost
-from ec_store.disk.mounts import LOCAL, MEMORY, file_system_kind
 from ec_store.disk.tree import Tree
 from ec_store.errors import StoreUnavailable
 
@@ -32,33 +30,22 @@ LOOK_EVERY_S = 1.0
 
 
 class DiskOpening:
-    """Directory that is opened at its first use, and reopened when its path leads elsewhere.
+    """Directory that is opened at its first use, and reopened when its path leads elsewhere."""
 
-    Attributes:
-        in_memory: whether the directory that was opened last is on tmpfs.
-    """
-
-    def __init__(
-        self, config: DiskConfig, keeper: Housekeeping, *, create: bool, maintain: bool = False
-    ) -> None:
+    def __init__(self, config: DiskConfig, keeper: Housekeeping, *, create: bool) -> None:
         """Create the object without opening the directory.
 
         `keeper` gets the settings. `create` allows this store to create a missing directory, to
         test a write in `probe`, and to count the entries of a directory without a ledger.
-        `maintain` allows root to open a directory of another user.
         """
         self._defaults = keeper.settings = replace(StoreSettings(), **config.overrides)
-        self.in_memory = False
         self._config = config
         self._keeper = keeper
         self._create = create
-        self._any_owner = maintain and os.geteuid() == 0
-        self._durable = config.durability == "fsync"
         self._opened: Tree | None = None
         self._looked_s = 0.0
         self._ignored: list[str] = []
         self._unread = False
-        self._warned = False
         self._counted = False
         self._closed = False
 
@@ -89,7 +76,7 @@ class DiskOpening:
         with suppress(SettingsInvalid):
             settings = read_settings(root)
         settings = replace(settings or self._defaults, **changes)
-        root.replace(NAME, settings.to_json(), durable=self._durable)
+        root.replace(NAME, settings.to_json())
         self._opened = None
         self.tree(create=True)
 
@@ -157,20 +144,8 @@ class DiskOpening:
         root = self._root(create=create)
         settings = self._read_or_write_settings(root, create=create)
         tree = Tree(config.path, Modes(settings.dir_mode, settings.file_mode), create=create)
-        if create and self._durable:
-            tree.root.sync()
-        kind = file_system_kind(tree.entries.fd)
-        self.in_memory = kind in MEMORY
-        if kind and kind not in LOCAL and not self._warned:
-            self._warned = True
-            logger.warning(
-                "the encoder store in %s is on a file system of type %s, which is not tested. "
-                "Use Redis for several hosts, and a local directory or shm:// for one",
-                config.path,
-                kind,
-            )
         for folder in tree.folders:
-            folder.check_owner(config.overrides.get("dir_mode", 0), trusted=self._any_owner)
+            folder.check_owner(config.overrides.get("dir_mode", 0))
         self._apply_settings(settings)
         self._counted = not self._create
         if self._create:
@@ -184,7 +159,7 @@ class DiskOpening:
         with suppress(SettingsLost):
             content = self._defaults.to_json()
             settings = read_settings(root)
-            if settings is None and create and not root.add(NAME, content, durable=self._durable):
+            if settings is None and create and not root.add(NAME, content):
                 settings = read_settings(root)
             return settings or self._defaults
         # Not rewritten: these may be the defaults of a command, and would apply to every process.
@@ -197,19 +172,8 @@ class DiskOpening:
         return self._defaults
 
     def _root(self, *, create: bool) -> Folder:
-        config = self._config
-        if config.require_mount and not config.mounted:
-            raise StoreUnavailable(
-                f"nothing is mounted at {config.path}, and the URL has require_mount=1: mount the "
-                "file system first"
-            )
         modes = Modes(self._defaults.dir_mode, self._defaults.file_mode)
-        new = create and self._durable and not Path(config.path).exists()
-        root = Folder.open_path(config.path, modes, create=create)
-        if new:
-            with suppress(OSError):  # a folder that this process may not list
-                Folder.open_path(str(Path(config.path).parent), modes, create=False).sync()
-        return root
+        return Folder.open_path(self._config.path, modes, create=create)
 
     def _apply_settings(self, settings: StoreSettings) -> None:
         """Apply the store's settings, and log the settings of this process that differ."""

@@ -13,7 +13,7 @@ from ec_store.base import Listed, Store, StoreStats
 from ec_store.counts import Counts
 from ec_store.disk.claims import give_back, take_claims
 from ec_store.disk.config import DiskConfig, StoreSettings
-from ec_store.disk.entry_files import EntryFiles, blob_bytes, load_header
+from ec_store.disk.entry_files import EntryFiles, blob_bytes, load_header, write_entry
 from ec_store.disk.eviction_policy import taken_bytes
 from ec_store.disk.files import NO_ROOM, Folder, close_quietly, is_regular
 from ec_store.disk.housekeeping import Housekeeping
@@ -21,7 +21,7 @@ from ec_store.disk.leases import add_leases, count_leased, leased_digests
 from ec_store.disk.listing import list_entries, valid_registrations
 from ec_store.disk.lock import lock
 from ec_store.disk.opening import DiskOpening
-from ec_store.disk.tree import Tree, staging_name
+from ec_store.disk.tree import Tree, release_name, staging_name
 from ec_store.entry import MAX_HEADER_BYTES, Entry, EntryInfo
 from ec_store.errors import (
     CorruptEntry,
@@ -49,22 +49,19 @@ SHARING = (
 class SharedDiskStore(Store):
     """Store of entries as files, each named by the digest of its key."""
 
-    def __init__(self, config: DiskConfig, *, create: bool = True, maintain: bool = False) -> None:
-        """Create the store; its first use opens the directory.
-
-        `create` and `maintain` are as in `DiskOpening`.
-        """
+    def __init__(self, config: DiskConfig, *, create: bool = True) -> None:
+        """Create the store; its first use opens the directory. `create` is as in `DiskOpening`."""
         self._config = config
         self._create = create
         self.counts = Counts()
         self._keeper = Housekeeping(self.counts)
-        self._opening = DiskOpening(config, self._keeper, create=create, maintain=maintain)
+        self._opening = DiskOpening(config, self._keeper, create=create)
         self._files = EntryFiles()
 
     @classmethod
-    def from_url(cls, url: str, *, create: bool = True, maintain: bool = False) -> Self:
+    def from_url(cls, url: str, *, create: bool = True) -> Self:
         """Open `file:///path?max_bytes=64GiB&ttl=7d&…`; errors are those of `open_store`."""
-        store = cls(DiskConfig.from_url(url), create=create, maintain=maintain)
+        store = cls(DiskConfig.from_url(url), create=create)
         store.check()
         return store
 
@@ -79,10 +76,6 @@ class SharedDiskStore(Store):
     @property
     def settings(self) -> StoreSettings:
         return self._keeper.settings
-
-    @property
-    def in_memory(self) -> bool:
-        return self._opening.in_memory
 
     def configure(self, **changes: Any) -> StoreSettings:
         """Change fields of `StoreSettings`; other processes adopt them within a second.
@@ -135,22 +128,20 @@ class SharedDiskStore(Store):
             for key, info in zip(keys, found, strict=True)
         ]
 
-    def claim(
-        self, keys: Sequence[EntryKey], owner: str, seconds: float, *, wait: bool = True
-    ) -> list[bool]:
+    def claim(self, keys: Sequence[EntryKey], owner: str, seconds: float) -> list[bool]:
         """Claim entries (see `Store.claim`). Of several owners at once, one gets a claim."""
         name = owner_bytes(owner)
         with self._translate_errors("claims could not be written"):
             tree = self._opening.tree(create=True)
             digests = [key.digest for key in keys]
-            return take_claims(tree.claims, digests, name, seconds, time.time, wait=wait)
+            return take_claims(tree.claims, digests, name, seconds)
 
     def release(self, keys: Sequence[EntryKey], owner: str) -> None:
         name = owner_bytes(owner)
         with self._translate_errors("claims could not be released"):
             tree = self._opening.tree()
             for key in keys:
-                give_back(tree.claims, key.digest, name, time.time)
+                give_back(tree.claims, key.digest, name)
 
     def delete(self, keys: Sequence[EntryKey]) -> int:
         with self._translate_errors("entries could not be deleted"):
@@ -183,7 +174,7 @@ class SharedDiskStore(Store):
                 yield row
 
     def evict(self) -> int:
-        """Evict (see `Store.evict`), unless another process is evicting."""
+        """Bring the store under its quota; return the number of removed entries."""
         with self._translate_errors("the store cannot be evicted from"):
             return self._keeper.evict(self._opening.counted())
 
@@ -309,20 +300,18 @@ class SharedDiskStore(Store):
             self._keeper.ledger.charge(tree.root, taken)
             charged = True
             self._keeper.make_room(tree, taken)
-            self._files.store(key, entry, fd)
-            if self._config.durability == "fsync":
-                os.fsync(fd)
+            write_entry(key, entry, fd)
             if replace:
                 self._replace(tree, folder, staging, digest)
+            else:
+                staging = release_name(folder, staging, digest)
             published = replace or folder.publish(staging, digest)
         finally:
             removed = folder.remove(staging)
             close_quietly(fd)
             if charged and not published and removed:
-                # A file that stays is released with the leftovers.
+                # A file that stays is released with the leftovers, or by the next sweep.
                 self._keeper.ledger.release(tree.root, taken)
-        if published and self._config.durability == "fsync":
-            tree.sync(digest)
         return published
 
     def _replace(self, tree: Tree, folder: Folder, staging: str, digest: str) -> None:
@@ -370,7 +359,7 @@ class SharedDiskStore(Store):
         return None
 
     def _is_live(self, status: os.stat_result) -> bool:
-        age_s = self._keeper.clock.expiry_now() - status.st_mtime
+        age_s = time.time() - status.st_mtime
         # A larger entry, written under another process's limit, would exhaust the memory here.
         limit = self._config.max_entry_bytes + MAX_HEADER_BYTES
         return age_s <= self.settings.ttl and status.st_size <= limit

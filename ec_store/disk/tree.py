@@ -3,13 +3,14 @@
 config.json                                 settings for every process that opens the store
 entries/ab/cd/<digest>                      an entry
 entries/ab/cd/.<digest>.<size>.<random>.tmp an entry that is being written or removed; the process
-                                            that does it locks the file
+                                            that does it locks the file. Size 0: only its final
+                                            name is charged
 leases/<end of the lease>/<digest>          a lease
 claims/<digest>                             a link; its text is the holder of a claim
 claims/<digest>.next                        a claim that is being changed
 namespaces/<digest of the model>.json       a model's namespace
 ledger                                      bytes and entries written and removed so far; a process
-                                            that evicts, or counts all files, locks a byte of it
+                                            that counts all files locks a byte of it
 tidied, swept                               times of the last removal of leftovers, last sweep
 """
 
@@ -18,16 +19,12 @@ import os
 import random
 import re
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ec_store.disk.eviction_policy import FileSystem
-from ec_store.disk.files import DIGEST, READ, Folder, Modes, is_regular
-
-KEPT_FOLDERS = 256
-"""Upper bound of the open folders of entries: more than a lookup of 64 keys needs, and a quarter of
-the usual limit of descriptors of a process."""
+from ec_store.disk.files import DIGEST, NO_ROOM, READ, Folder, Modes, is_regular
 
 RACES = 3
 """Attempts to create a folder that other processes remove before it contains a file."""
@@ -43,11 +40,11 @@ class Found:
         folder: folder of the file.
         name: name in that folder.
         digest: digest of the entry's key.
-        size_bytes: size of the file; of a staging file, the size it will have.
+        size_bytes: size of the file; of a staging file, the size in its name: the size that is
+            charged for it, or 0 (`release_name`).
         status: status of the file. `st_mtime` is the time of the last write or use, by the store's
             clock, and `st_ctime` that of the last write or rename.
         staging: whether this is a staging file: an entry that is being written or removed.
-        duplicate: whether the scan has found the file under another name too, such as its entry's.
     """
 
     folder: Folder
@@ -56,7 +53,11 @@ class Found:
     size_bytes: int
     status: os.stat_result
     staging: bool
-    duplicate: bool = False
+
+    @property
+    def is_charged(self) -> bool:
+        """Return whether the ledger has the size of the file under this name."""
+        return self.size_bytes > 0
 
 
 class Tree:
@@ -72,11 +73,9 @@ class Tree:
         status = os.fstat(self.entries.fd)
         self._path = os.path.join(path, "entries")  # noqa: PTH118 - stat'ed every second
         self._identity = status.st_dev, status.st_ino
-        self._forget()
 
     def current(self) -> bool:
-        """Return whether the path still leads here, and drop the cached folders of entries."""
-        self._forget()
+        """Return whether the path still leads here."""
         try:
             status = os.stat(self._path)  # noqa: PTH116
         except OSError:
@@ -85,18 +84,11 @@ class Tree:
 
     def open(self, digest: str) -> int:
         """Open an entry's file. Raises OSError."""
-        folder = self._kept_open(digest[:4])
-        try:
-            return folder.open(digest, READ)
-        except OSError as error:
-            if not _is_removed(folder, error):
-                raise
-        # The folder was removed because it was empty, and may have been created again since.
-        self._kept.pop(digest[:4], None)
-        return self._kept_open(digest[:4]).open(digest, READ)
+        return self.folder(digest).open(digest, READ)
 
     def folder(self, digest: str) -> Folder:
         """Open the folder of an entry. Raises OSError."""
+        # Step by step: O_NOFOLLOW applies to the last part of a path only.
         return self.entries.folder(digest[:2]).folder(digest[2:4])
 
     def create(self, digest: str, name: str) -> tuple[Folder, int]:
@@ -115,9 +107,6 @@ class Tree:
         try:
             return self.folder(digest)
         except FileNotFoundError:
-            # The cached folder may be a removed one: reads must find a new entry at once.
-            self._kept.pop(digest[:4], None)
-            self._kept.pop(digest[:2], None)
             return self.entries.open_or_create(digest[:2]).open_or_create(digest[2:4])
 
     def remove_empty(self, digest: str) -> None:
@@ -129,31 +118,6 @@ class Tree:
         """
         with suppress(OSError):
             self.entries.folder(digest[:2]).remove_folder(digest[2:4])
-
-    def sync(self, digest: str) -> None:
-        """Flush the names of an entry and of its folders to disk, also those of other processes."""
-        first = self.entries.folder(digest[:2])
-        for folder in (first.folder(digest[2:4]), first, self.entries):
-            folder.sync()
-
-    def _kept_open(self, name: str) -> Folder:
-        """Return the cached folder of the entries with digests that begin with `name`.
-
-        The folder may have been removed since. Threads share it: a folder stays open while it is in
-        use, even if it is no longer cached.
-        """
-        kept = self._kept  # `_forget` replaces it
-        folder = kept.get(name)
-        if folder is None:
-            # Opened step by step: O_NOFOLLOW applies to the last part of a path only.
-            folder = self._kept_open(name[:-2]).folder(name[-2:])
-            # No replacement: if all folders are in use, replacing costs more than it saves.
-            if len(kept) < KEPT_FOLDERS:
-                kept[name] = folder
-        return folder
-
-    def _forget(self) -> None:
-        self._kept = {"": self.entries}
 
     def has_entry(self, digest: str) -> bool:
         try:
@@ -189,25 +153,38 @@ def staging_name(digest: str, size_bytes: int) -> str:
     return f".{digest}.{size_bytes:x}.{secrets.token_hex(8)}.tmp"
 
 
+def release_name(folder: Folder, staging: str, digest: str) -> str:
+    """Rename a staging file before it is published, and return its new name, with size 0.
+
+    From then on only the final name is charged: if the process dies before it removes this one, its
+    later removal releases nothing. Without room for the name the old one is returned.
+    """
+    name = staging_name(digest, 0)
+    try:
+        folder.rename(staging, name)
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        return staging
+    return name
+
+
 def _folders(folder: Folder, unread: list[OSError]) -> Iterator[tuple[str, Folder]]:
     with _collect_error(unread):
         names = folder.names()
         random.shuffle(names)
         for name in names:
             with _collect_error(unread):
-                yield name, folder.to_list(name)
+                yield name, folder.folder(name)
 
 
 def _scan(folder: Folder, unread: list[OSError]) -> list[Found]:
     found: list[Found] = []
-    staged: set[str] = set()
     with _collect_error(unread), folder.scan() as listing:
         for item in listing:
             staging = _STAGING.fullmatch(item.name)
             if not staging and not DIGEST.fullmatch(item.name):
                 continue
-            if staging:
-                staged.add(staging[1])
             with _collect_error(unread):
                 status = item.stat(follow_symlinks=False)
                 if is_regular(status):
@@ -216,30 +193,7 @@ def _scan(folder: Folder, unread: list[OSError]) -> list[Found]:
                     found.append(
                         Found(folder, item.name, digest, size, status, staging is not None)
                     )
-    if not staged:
-        return found
-    # A file that was published after the listing.
-    for digest in staged.difference([file.name for file in found]):
-        with _collect_error(unread):
-            status = folder.stat(digest)
-            if is_regular(status):
-                found.append(Found(folder, digest, digest, status.st_size, status, staging=False))
-    return _mark_duplicates(found)
-
-
-def _mark_duplicates(found: Sequence[Found]) -> list[Found]:
-    """Mark the staging files that are other names of a file, and move them to the end."""
-    entries = [file for file in found if not file.staging]
-    inodes = {file.status.st_ino for file in entries}
-    for file in found:
-        if file.staging:
-            entries.append(replace(file, duplicate=file.status.st_ino in inodes))
-            inodes.add(file.status.st_ino)
-    return entries
-
-
-def _is_removed(folder: Folder, error: OSError) -> bool:
-    return error.errno == errno.ENOENT and not os.fstat(folder.fd).st_nlink
+    return found
 
 
 @contextmanager

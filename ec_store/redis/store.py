@@ -111,18 +111,8 @@ class RedisStore(Store):
         with self._client.limit_time():
             return self._entries.use_entries([key.digest for key in keys], seconds)
 
-    def claim(
-        self,
-        keys: Sequence[EntryKey],
-        owner: str,
-        seconds: float,
-        *,
-        wait: bool = True,  # noqa: ARG002 - part of the interface
-    ) -> list[bool]:
-        """Claim entries (see `Store.claim`). One round trip, two if some claims are renewed.
-
-        No claim waits for another one: `wait` has no effect.
-        """
+    def claim(self, keys: Sequence[EntryKey], owner: str, seconds: float) -> list[bool]:
+        """Claim entries (see `Store.claim`). One round trip, two if some claims are renewed."""
         return self._claim_and_ask(keys, owner, seconds, ())[0]
 
     def claim_or_find(
@@ -196,10 +186,6 @@ class RedisStore(Store):
         except CorruptEntry as error:
             return str(error) if self._entries.is_still(key.digest, beginning) else None
         return None
-
-    def evict(self) -> int:
-        """Return 0 without a command: Redis evicts and expires by itself, whole entries only."""
-        return 0
 
     def stats(self) -> StoreStats:
         """Return metrics; the bytes are all memory that Redis uses, for any purpose."""

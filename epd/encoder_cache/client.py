@@ -5,18 +5,15 @@ bypasses it: every lookup is a miss, and requests are served as without a store.
 """
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from contextvars import Context
-from functools import partial
 from typing import Any, Literal, Self, TypeVar
 
 import structlog
 
 from ec_store.aio import AsyncStore
-from ec_store.base import Store
 from ec_store.bounded import BoundedDict
 from ec_store.concurrency import Breaker
 from ec_store.entry import EntryInfo
@@ -25,7 +22,6 @@ from ec_store.keys import EntryKey
 from ec_store.opening import ProxyStore
 from epd.aio import Background, Work
 from epd.config.sections.transfers import TransferSettings
-from epd.encoder_cache.at_once import AtOnce
 from epd.encoder_cache.lookup import Lookup
 
 REFRESH_S = 5.0
@@ -93,7 +89,6 @@ class EncoderCache:
         background: Background,
         *,
         refresh_s: float = REFRESH_S,
-        at_once: AtOnce | None = None,
     ) -> None:
         """Create the client without opening the store. `open_store` opens an existing one."""
         self._background = background
@@ -105,7 +100,6 @@ class EncoderCache:
         self._store: ProxyStore | None = None
         self._problem: str | None = None
         self._refresh_s = refresh_s
-        self._at_once = at_once or AtOnce()
         self._reading = Breaker("reading from the encoder store", warn=_warn)
         self._writing = Breaker("writing to the encoder store", warn=_warn)
         self._namespaces: Mapping[str, str] = {}
@@ -162,10 +156,7 @@ class EncoderCache:
             look.skip_claims()
         failure: Exception | None = None
         try:
-            if fast := self._fast_store(len(look.keys)):
-                self._call_on_loop(fast, partial(look.run, wait=False))
-            else:
-                await self._look_up_in_time(look, self._store, patient=patient)
+            await self._look_up_in_time(look, self._store, patient=patient)
         except (StoreError, ValueError) as error:
             failure = error
         self._count_lookup(look, failure)
@@ -206,26 +197,8 @@ class EncoderCache:
             else:
                 look.abandoned = True
                 visit.add_done_callback(_seen)
-        # Skipped for a cancelled request, which carries no information about the store.
-        if isinstance(store, AsyncStore):
-            self._at_once.took_on_thread(look.took_s, time.monotonic())
         if visit.done():
             visit.result()
-
-    def _fast_store(self, keys: int) -> AsyncStore | None:
-        """Return the store if calls for this many keys run on the event loop, which they block."""
-        store = self._store
-        if not isinstance(store, AsyncStore) or not store.in_memory:
-            return None
-        return store if self._at_once.allows_inline(keys, time.monotonic()) else None
-
-    def _call_on_loop(self, store: AsyncStore, call: Callable[[Store], None]) -> None:
-        begun_s = time.monotonic()
-        try:
-            store.at_once(call)
-        finally:
-            ended_s = time.monotonic()
-            self._at_once.took_on_loop(ended_s - begun_s, ended_s)
 
     def _lease_again(self, keys: Iterable[EntryKey]) -> None:
         """Lease entries with less than `ec_store_lease_s` left of their lease."""
@@ -247,16 +220,8 @@ class EncoderCache:
                 self._leased[info.key] = until_s
 
     async def release(self, keys: Sequence[EntryKey], owner: str) -> None:
-        """Release claims, on the event loop if a lookup of them would run there."""
-
-        async def release_claims(store: ProxyStore) -> None:
-            if fast := self._fast_store(len(keys)):
-                self._call_on_loop(fast, lambda opened: opened.release(keys, owner))
-            else:
-                await store.release(keys, owner)
-
         if keys:
-            await self.call("release", release_claims)
+            await self.call("release", lambda store: store.release(keys, owner))
 
     def learn_namespace(self, model: str | None, namespace: str) -> None:
         """Learn the namespace of a model from an encode instance.

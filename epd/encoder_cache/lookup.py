@@ -1,6 +1,5 @@
 """One visit to the encoder store: a lookup of entries, with claims of the missing ones."""
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,7 +19,6 @@ class Lookup:
         owner: owner of the claims; None for a lookup without claims.
         claim_s: lifetime of the claims in seconds.
         found: stored entries; None until the store has answered.
-        took_s: duration of the lookup without the claims, on a thread; None until it has ended.
         claimed: missing keys that were claimed. A visit that is abandoned may still add some.
         held_keys: those of them that `Claims` holds for the lookup.
         settled: whether the store has answered the claims of all missing keys.
@@ -34,7 +32,6 @@ class Lookup:
     owner: str | None = None
     claim_s: float = 0.0
     found: Mapping[EntryKey, EntryInfo] | None = None
-    took_s: float | None = None
     claimed: Sequence[EntryKey] = ()
     held_keys: Sequence[EntryKey] = ()
     settled: bool = False
@@ -42,31 +39,20 @@ class Lookup:
     skipped_claims: bool = False
     abandoned: bool = False
 
-    def run(self, store: Store, *, wait: bool = True) -> None:
+    def run(self, store: Store) -> None:
         """Look up the entries and claim the missing ones, which may block.
-
-        With `wait`, entries that are written between the two steps are found too. Without, as on
-        the event loop, no claim blocks, and such an entry is encoded a second time.
 
         Raises:
             StoreError: the store did not answer.
         """
-        begun_s = time.perf_counter()
-        try:
-            infos = store.lookup(self.keys)
-        finally:
-            self.took_s = time.perf_counter() - begun_s
+        infos = store.lookup(self.keys)
         self.found = {info.key: info for info in infos if info is not None}
         missing = [key for key, info in zip(self.keys, infos, strict=True) if info is None]
         owner = self.owner
         if owner is None or not missing or self.abandoned:
             return
         try:
-            claims: Sequence[EntryInfo | bool] = (
-                store.claim_or_find(missing, owner, self.claim_s)
-                if wait
-                else store.claim(missing, owner, self.claim_s, wait=False)
-            )
+            claims = store.claim_or_find(missing, owner, self.claim_s)
             late = {info.key: info for info in claims if isinstance(info, EntryInfo)}
             self.found = {**self.found, **late}
             self.claimed = [

@@ -193,7 +193,7 @@ class ClaimsContract:
         assert store.lookup([key("claimed"), key("both")])[0] is None
         assert [row.info and row.info.key for row in store.ls()] == [key("both")]
         assert [row.problem for row in store.verify(fix=True)] == [None]
-        assert store.evict() == 0
+        assert store.sweep() == 0
         assert store.stats().entries == before.entries
         assert store.delete([key("claimed")]) == 0
         assert store.purge("model") == 1

@@ -434,10 +434,10 @@ class StoreContract:
         assert stats.bytes is not None
         assert stats.bytes >= 2000
 
-    def test_evict_keeps_entries_within_the_quota(self, store: Store) -> None:
+    def test_sweep_keeps_entries_within_the_quota(self, store: Store) -> None:
         store.put(key(), entry())
 
-        assert store.evict() == 0
+        assert store.sweep() == 0
         assert_same(entry(), store.get(key()))
 
     def test_many_threads_on_one_handle(self, store: Store) -> None:

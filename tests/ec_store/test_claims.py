@@ -100,7 +100,6 @@ def test_a_claim_from_the_future_is_ignored(root: Path, disk: SharedDiskStore) -
 def test_a_change_left_by_a_crash_blocks_only_briefly(
     root: Path, disk: SharedDiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_claims, "WAIT_S", 0.01)
     both = [key("held"), key("ended")]
     disk.claim(both, "a", 30)
     age(file_of(root, key("ended")), 31)
@@ -114,24 +113,6 @@ def test_a_change_left_by_a_crash_blocks_only_briefly(
     assert disk.claim(both, "b", 30) == [False, True]
     assert disk.claim(both, "a", 30) == [True, False]
     assert names(root) == {each.digest for each in both}
-
-
-def test_changes_that_crashes_left_hold_all_keys_of_a_call_up_for_one_wait(
-    root: Path, disk: SharedDiskStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waits: list[float] = []
-    start_s = time.monotonic()
-    # Time passes only in `sleep`.
-    monkeypatch.setattr(time, "sleep", waits.append)
-    monkeypatch.setattr(time, "monotonic", lambda: start_s + sum(waits))
-    keys = [key(str(n)) for n in range(16)]
-    for each in keys:
-        disk.claim([each], "a", 30)
-        age(file_of(root, each), 31)
-        change_of(root, each).symlink_to("30")
-
-    assert disk.claim(keys, "b", 30) == [False] * 16
-    assert disk_claims.WAIT_S <= sum(waits) <= disk_claims.WAIT_S + 16 * 0.005
 
 
 def test_a_process_stopped_within_a_change_does_not_complete_it_later(

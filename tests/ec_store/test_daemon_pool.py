@@ -155,18 +155,6 @@ def test_a_running_thread_takes_the_calls_of_one_that_cannot_be_started(
     pool.close()
 
 
-@pytest.mark.fault(87)
-def test_large_entries_are_written_and_read_without_a_second_thread(
-    tmp_path: Path, no_threads: NoThreads
-) -> None:
-    size = 2 * entry_files.LARGE_BYTES
-    key = EntryKey("ns", "k")
-    entry = Entry(memoryview(bytes(size)), "F32", (1, size // 4), "image")
-    with open_store(f"file://{tmp_path}/store") as store, no_threads():
-        assert store.put(key, entry)
-        assert store.get(key) == entry
-
-
 def test_a_process_ends_while_a_call_hangs() -> None:
     code = (
         "import time\n"

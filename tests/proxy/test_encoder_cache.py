@@ -371,8 +371,6 @@ async def test_a_store_that_hangs_costs_its_budget_and_then_nothing(
     async with caching(launch, backed, url, ec_store_budget_s=0.02) as fleet:
         await items_of(fleet, request(image()))
         await asyncio.gather(*backed.writes)
-        # A store in memory cannot hang, and may be used on the event loop.
-        monkeypatch.setattr(SharedDiskStore, "in_memory", False)
         monkeypatch.setattr(SharedDiskStore, "lookup", lookup)
         try:
             done = [await items_of(fleet, request(image())) for _ in range(8)]

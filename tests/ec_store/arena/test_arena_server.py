@@ -172,10 +172,6 @@ def test_a_pin_ends_if_its_entry_cannot_be_copied(
     assert stats(path).pinned_bytes == 0
 
 
-def test_lookups_wait_for_the_server_and_so_on_no_event_loop(store: ArenaStore) -> None:
-    assert store.in_memory is False
-
-
 def test_a_server_replaces_no_file_but_a_socket(path: Path) -> None:
     path.write_text("not a socket")
     with pytest.raises(OSError, match="in use"):

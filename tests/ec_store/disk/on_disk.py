@@ -3,7 +3,7 @@
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ from ec_store.disk.config import DiskConfig
 from ec_store.disk.eviction_policy import taken_bytes
 from ec_store.disk.evictor import YOUNG_S
 from ec_store.disk.files import Folder, Modes
-from ec_store.disk.ledger import Ledger
 from ec_store.disk.store import SharedDiskStore
 
 
@@ -29,14 +28,6 @@ def opened(
 
 def path_of(root: Path, kept: EntryKey) -> Path:
     return root / "entries" / kept.digest[:2] / kept.digest[2:4] / kept.digest
-
-
-@contextmanager
-def held(root: Path, place: int) -> Iterator[Callable[[], None]]:
-    """Hold one of the locks of the ledger, as another process; yield a function to release it."""
-    with ExitStack() as stack:
-        assert stack.enter_context(Ledger().locked(folder_of(root), place))
-        yield stack.close
 
 
 def folder_of(root: Path) -> Folder:

@@ -16,7 +16,6 @@ from ec_store.disk import opening
 from ec_store.disk.config import (
     FORMAT,
     NAME,
-    DiskConfig,
     SettingsInvalid,
     StoreSettings,
 )
@@ -247,31 +246,6 @@ def test_store_with_settings_that_a_power_failure_cut_is_used_until_it_is_config
         assert held(root) == StoreSettings(max_bytes=3 * 2**30)
 
 
-@pytest.mark.fault(24)
-def test_durable_store_flushes_its_settings_and_folders_when_it_is_created(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flushed: list[set[str]] = []
-
-    def fsync(fd: int) -> None:
-        path = Path(f"/proc/self/fd/{fd}").readlink()
-        inside = {path.name} | {each.name for each in path.iterdir()} if path.is_dir() else None
-        flushed.append(inside or {path.read_text()})
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    opened(root, "durability=fsync").close()
-    written = (root / NAME).read_text()
-
-    assert {written} in flushed
-    assert any({root.name, NAME, "entries"} <= names for names in flushed)
-    assert any({root.parent.name, root.name} <= names for names in flushed)
-
-    flushed.clear()
-    with opened(root, "durability=fsync") as store:
-        store.configure(max_bytes=2**20)
-    assert {(root / NAME).read_text()} in flushed
-
-
 def test_configure_says_that_it_created_a_store(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -339,17 +313,6 @@ def test_a_store_of_another_user_is_refused(foreign: Path) -> None:
         assert store.put(key(), sized(10)) is True
 
 
-@pytest.mark.parametrize("command", ["stat", "ls", "verify", "gc", "configure"])
-def test_root_may_maintain_a_store_of_another_user(
-    foreign: Path, capsys: pytest.CaptureFixture[str], command: str
-) -> None:
-    assert run(capsys, command, foreign.as_uri())[0] == 0
-
-    if command == "configure":
-        code, _ = run(capsys, "configure", foreign.as_uri(), "--max-bytes", "1GiB")
-        assert f"belongs to user {STRANGER}" in str(code)
-
-
 def test_a_folder_of_another_user_in_a_store_is_refused(root: Path) -> None:
     if os.geteuid():
         pytest.skip("only root may give a folder to another user")
@@ -368,19 +331,6 @@ def test_a_store_that_every_user_may_write_to_is_refused(root: Path, folder: str
     with pytest.raises(StoreUnavailable, match="every user may write to"):
         opened(root, "dir_mode=2770")
     opened(root, "dir_mode=0777").close()
-
-
-def test_a_directory_without_its_mount_is_not_filled(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Path, "is_mount", lambda self: str(self) == "/")
-    with pytest.raises(StoreUnavailable, match="nothing is mounted"):
-        opened(root, "require_mount=1")
-    assert not root.exists()
-
-    monkeypatch.setattr(Path, "is_mount", lambda self: self == root.parent)
-    opened(root, "require_mount=1").close()
-    assert DiskConfig.from_url("file:///dev/shm/x").mounted is False
 
 
 def test_a_lazy_store_waits_for_its_directory(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Eviction: how much it frees and which entries; and how a count corrects the ledger."""
+"""Eviction: how much it frees, and which entries."""
 
 import random
 from itertools import pairwise
@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from ec_store.disk.eviction_policy import (
     BATCH,
-    BLOCK_BYTES,
     SAMPLED,
     EvictionCandidate,
     FileSystem,
@@ -18,7 +17,6 @@ from ec_store.disk.eviction_policy import (
     sample_size,
     taken_bytes,
 )
-from ec_store.disk.ledger import Count, Usage
 
 GIB = 2**30
 KEPT = st.lists(
@@ -123,49 +121,3 @@ def test_victims_of_samples_are_old() -> None:
     assert len(ranks) == 200
     assert sum(ranks) / len(ranks) < 10_000 / 8
     assert sum(rank > 5000 for rank in ranks) <= 5
-
-
-@given(
-    drift=st.integers(-20, 20),
-    there=st.integers(20, 60),
-    events=st.lists(
-        st.tuples(
-            st.sampled_from(["create", "charge", "publish", "remove", "look"]), st.integers(0, 99)
-        )
-    ),
-)
-def test_count_corrects_only_by_certain_differences(
-    drift: int, there: int, events: list[tuple[str, int]]
-) -> None:
-    """The count visits one folder after another, while entries come and go in all of them."""
-    folders = [["published"] * (there // 10) for _ in range(10)]
-    entries = sum(map(len, folders))
-    ledger = Usage(charged_bytes=(entries + drift) * BLOCK_BYTES, charged=entries + drift)
-    count, looked = Count(ledger), 0
-    written = [(event, n) for n in range(10) for event in ("charge", "publish") for _ in events]
-    for what, n in [*events, *[("look", 0)] * 10, *written]:
-        folder = folders[n % 10]
-        if what == "create":
-            folder.append("created")
-        elif what == "charge" and "created" in folder:
-            folder[folder.index("created")] = "charged"
-            ledger += Usage(charged_bytes=BLOCK_BYTES, charged=1)
-        elif what == "publish" and "charged" in folder:
-            folder[folder.index("charged")] = "published"
-        elif what == "remove" and "published" in folder:
-            folder.remove("published")
-            ledger += Usage(released_bytes=BLOCK_BYTES, released=1)
-        elif what == "look" and looked < 10:
-            for state in folders[looked]:
-                (count.add if state == "published" else count.add_unsure)(BLOCK_BYTES)
-            looked += 1
-            if looked == 10:
-                correction = count.correction(ledger)
-    after = ledger + correction
-    wrong = after.entries - sum(map(len, folders))
-
-    assert after.bytes == after.entries * BLOCK_BYTES
-    assert abs(wrong) <= abs(drift)
-    assert wrong * drift >= 0
-    if not any(what in {"create", "remove"} for what, _ in events):
-        assert wrong == 0

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from ec_store import StoreUnavailable
 from ec_store.disk import ledger as ledgers
 from ec_store.disk.files import Folder, Modes
-from ec_store.disk.ledger import EVICTING, NAME, SLOT_BYTES, SLOTS, Ledger, LedgerLost, Usage
+from ec_store.disk.ledger import NAME, SLOT_BYTES, SLOTS, Ledger, LedgerLost, Usage
 from ec_store.disk.lock import lock
 from tests.ec_store.contract import key, sized
 from tests.ec_store.disk.on_disk import entries_bytes, folder_of, opened
@@ -135,25 +135,25 @@ def test_lock_is_held_by_one_and_ends_with_its_process(folder: Folder) -> None:
     ledger = Ledger()
 
     def hold() -> None:
-        with ledger.locked(folder, EVICTING) as held:
+        with ledger.sweeping(folder) as held:
             assert held
             os.kill(os.getpid(), signal.SIGSTOP)
 
-    with stopped(hold), ledger.locked(folder, EVICTING) as held:
+    with stopped(hold), ledger.sweeping(folder) as held:
         assert not held
     for _ in range(2):
-        with ledger.locked(folder, EVICTING) as held, ledger.locked(folder, EVICTING) as again:
+        with ledger.sweeping(folder) as held, ledger.sweeping(folder) as again:
             assert (held, again) == (True, False)
 
 
 def test_lock_is_released_although_a_child_was_forked_meanwhile(folder: Folder) -> None:
     ledger = Ledger()
-    with ledger.locked(folder, EVICTING):
+    with ledger.sweeping(folder):
         child = os.fork()
         if child == 0:
             signal.pause()
     try:
-        with ledger.locked(folder, EVICTING) as held:
+        with ledger.sweeping(folder) as held:
             assert held
     finally:
         os.kill(child, signal.SIGKILL)

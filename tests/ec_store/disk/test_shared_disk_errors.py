@@ -197,9 +197,7 @@ def test_failing_disk_serves_readable_entries_and_misses_the_rest(
     failing_disk: tuple[Path, Callable[[int], None]],
 ) -> None:
     mount, cut = failing_disk
-    with SharedDiskStore.from_url(
-        f"{(mount / 'store').as_uri()}?durability=fsync&max_share=1"
-    ) as store:
+    with SharedDiskStore.from_url(f"{(mount / 'store').as_uri()}?max_share=1") as store:
         store.put(key("small"), sized(LENGTH, 1))
         store.put(key("large"), sized(12 * 2**20))
         cut(2**23)

@@ -10,19 +10,18 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ec_store import Entry, EntryTooLarge, StoreUnavailable
-from ec_store.disk import eviction_policy, evictor, housekeeping, tree
+from ec_store.disk import eviction_policy, evictor
 from ec_store.disk.entry_files import EntryFiles
 from ec_store.disk.eviction_policy import EvictionCandidate, taken_bytes
 from ec_store.disk.files import Folder, Modes
 from ec_store.disk.leases import LONGEST_S, leased_digests, sweep_leases
-from ec_store.disk.ledger import EVICTING, SWEEPING, Ledger, Usage
+from ec_store.disk.ledger import Ledger, Usage
 from ec_store.disk.store import SharedDiskStore
 from tests.ec_store.contract import key, sized
 from tests.ec_store.disk.on_disk import (
@@ -31,10 +30,10 @@ from tests.ec_store.disk.on_disk import (
     entries_bytes,
     files,
     folder_of,
-    held,
     opened,
     path_of,
 )
+from tests.ec_store.disk.test_ledger import stopped
 from tests.small_disk import small_disk
 
 FORK = multiprocessing.get_context("fork")
@@ -169,22 +168,22 @@ def test_eviction_with_nothing_to_free_is_not_observed(root: Path) -> None:
         assert store.counts.take_observations() == {}
 
 
-def test_ledger_is_not_corrected_by_an_eviction_and_a_sweep_at_once(root: Path) -> None:
+def test_ledger_is_not_corrected_by_two_sweeps_at_once(root: Path) -> None:
     """If both did, the error would be as large in reverse."""
     with opened(root) as store:
         store.put(key(), sized(100))
         Ledger().charge(folder_of(root), 9 * BLOCK, 9)
-        with held(root, SWEEPING):
-            store.evict()
+        with Ledger().sweeping(folder_of(root)) as held:
+            assert held
             sweep(store)
             assert store.stats().entries == 10
-        store.evict()
+        sweep(store)
 
         assert store.stats().entries == 1
 
 
 def sweep(store: SharedDiskStore) -> None:
-    """Count the files, and do not evict, which would count them again."""
+    """Sweep, and do not evict afterwards."""
     store._keeper.sweep(store._opening.tree(), 0.0)  # noqa: SLF001
 
 
@@ -203,57 +202,6 @@ def test_count_before_a_writer_charges_its_entry_adds_nothing(
         store.put(key(), sized(100))
 
         assert store.stats().entries == 2
-
-
-@pytest.mark.parametrize("seen", [False, True])
-def test_entry_that_is_published_during_a_count_is_counted_once(
-    root: Path, monkeypatch: pytest.MonkeyPatch, seen: bool
-) -> None:
-    """The count lists the staging file, and reads its status before or after it was published."""
-    publish, scan = Folder.publish, Folder.scan
-    monkeypatch.setattr(evictor, "CHARGE_S", -1)
-    with opened(root) as store, opened(root) as other:
-
-        def counted_meanwhile(folder: Folder, staging: str, name: str) -> bool:
-            @contextmanager
-            def publishing(listed: Folder) -> Iterator[list[os.DirEntry[str]]]:
-                with scan(listed) as listing:
-                    items = [*listing]
-                if staging in [item.name for item in items]:
-                    for item in items:
-                        if seen:
-                            item.stat(follow_symlinks=False)  # keeps the status
-                    publish(folder, staging, name)
-                    if not seen:
-                        folder.remove(staging)
-                yield items
-
-            with monkeypatch.context() as patched:
-                patched.setattr(Folder, "scan", publishing)
-                sweep(other)
-            return True
-
-        monkeypatch.setattr(Folder, "publish", counted_meanwhile)
-        assert store.put(key(), sized(100))
-
-        assert store.stats().entries == 1
-
-
-@pytest.mark.parametrize("published", [False, True])
-def test_scan_marks_duplicate_names_of_a_file(root: Path, published: bool) -> None:
-    with opened(root) as store:
-        store.put(key(), sized(100))
-        entry = path_of(root, key())
-        for _ in range(2):
-            name = tree.staging_name(key().digest, entry.stat().st_size)
-            entry.with_name(name).hardlink_to(entry)
-        if not published:
-            entry.unlink()
-            store._keeper.ledger.release(store._opening.tree().root, BLOCK)  # noqa: SLF001
-        found = list(store._opening.tree().scan([]))  # noqa: SLF001
-
-        assert [file.duplicate for file in found] == [False, True, True][: len(found)]
-        assert len(found) == 2 + published
 
 
 def change_while_a_count_waits(
@@ -462,33 +410,21 @@ def test_ledger_that_is_one_entry_too_low_costs_one_entry_until_a_sweep(
 
 
 @pytest.mark.fault(94)
-def test_writer_frees_room_for_its_entry_beside_a_hanging_eviction(root: Path) -> None:
-    with opened(root, f"max_bytes={10 * BLOCK}") as store, held(root, EVICTING):
-        fill_ten(store, root)
-        for n in range(3):
-            assert store.put(key(f"next {n}"), sized(100)) is True
-            # Evict only what is needed: parallel writers that evict ahead would empty the store.
-            assert store.stats().evictions == n + 1
-
-        assert store.stats().drops == 0
-        assert store.stats().bytes == entries_bytes(root) == 10 * BLOCK
-        # The oldest of eight of the ten is evicted: in the worst case the third-oldest, three
-        # times.
-        assert None not in store.lookup(TEN[5:])
-
-
-def test_evict_beside_another_process_does_not_count_evictions_of_other_threads(
+def test_writers_evict_beside_a_process_that_was_stopped_within_an_eviction(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    @contextmanager
-    def taken(*_: object) -> Iterator[bool]:
-        store.counts.add(evictions=1)  # a writer, which needs no lock
-        yield False
+    def stop_within() -> None:
+        monkeypatch.setattr(evictor, "lock", lambda *_, **__: os.kill(os.getpid(), signal.SIGSTOP))
+        with opened(root) as other:
+            other.put(key("stopped"), sized(100))
 
-    with opened(root) as store:
-        monkeypatch.setattr(Ledger, "locked", taken)
-
-        assert store.evict() == 0
+    with opened(root, f"max_bytes={10 * BLOCK}") as store:
+        fill_ten(store, root)
+        with stopped(stop_within):
+            for n in range(3):
+                assert store.put(key(f"next {n}"), sized(100)) is True
+            assert store.stats().drops == 0
+            assert (store.stats().bytes or 0) <= 10 * BLOCK
 
 
 def test_concurrent_writers_keep_the_quota_and_young_entries(root: Path) -> None:
@@ -550,45 +486,6 @@ def test_store_is_not_full_if_the_selected_entries_are_read_meanwhile(
         assert [one is None for one in store.lookup(TEN[:5])] == [False, False, True, True, False]
 
 
-def test_waiting_writer_reads_the_ledger_and_creates_no_files(root: Path) -> None:
-    with opened(root, f"max_bytes={10 * BLOCK}") as store:
-        fill_ten(store, root)
-        store.lease(TEN, 60)  # the writer itself can evict nothing
-
-        def other_frees() -> None:
-            time.sleep(0.3)
-            with opened(root) as other:
-                other.delete(TEN[:2])
-
-        other = threading.Thread(target=other_frees)
-        with held(root, EVICTING):
-            with counted() as counts:
-                other.start()
-                assert store.put(key("next"), sized(100)) is True
-            other.join()
-        assert counts["link"] <= 1 + 8  # its own entry; the other store probes and opens
-        # Pauses double: about ten polls in 0.3 s, instead of fifty.
-        assert counts["fstatvfs"] <= 20
-
-
-@pytest.mark.fault(94)
-def test_writer_drops_its_entry_where_it_can_evict_nothing_beside_another(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(housekeeping, "WAIT_S", 0.2)
-    with opened(root, f"max_bytes={10 * BLOCK}") as store:
-        fill_ten(store, root)
-        store.lease(TEN, 60)
-        with (
-            held(root, EVICTING),
-            pytest.raises(StoreUnavailable, match="another process is still evicting"),
-        ):
-            store.put(key("next"), sized(100))
-
-        assert store.stats().drops == 1
-        assert store.stats().bytes == entries_bytes(root)
-
-
 def test_store_is_full_of_entries_that_this_process_may_not_remove(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -610,54 +507,6 @@ def test_store_is_full_of_entries_that_this_process_may_not_remove(
 
         assert pauses == []
         assert store.stats().bytes == entries_bytes(root)
-
-
-def test_writer_does_not_evict_a_whole_store_beside_another_for_longer_than_it_waits(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The quota was lowered, and the other evictor hangs: each round frees a little."""
-    now_s = [time.monotonic()]
-
-    def passed() -> float:
-        now_s[0] += housekeeping.WAIT_S / 20
-        return now_s[0]
-
-    with opened(root) as store:
-        for n in range(200):
-            store.put(key(str(n)), sized(100))
-        store.configure(max_bytes=2 * BLOCK)
-        with held(root, EVICTING):
-            monkeypatch.setattr(time, "monotonic", passed)
-            with pytest.raises(StoreUnavailable, match="another process is still evicting"):
-                store.put(key("next"), sized(100))
-
-        assert 0 < store.stats().evictions < 50
-
-
-def test_full_disk_is_waited_for_while_another_evicts_from_it(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with opened(root) as store, held(root, EVICTING) as end:
-        fill_ten(store, root)
-        store.lease(TEN, 60)
-        full = [True]
-        write = os.pwritev
-
-        def pwritev(*args: Any) -> int:
-            if full[0]:
-                raise OSError(errno.ENOSPC, "full")
-            return write(*args)
-
-        def other_ends() -> None:
-            time.sleep(0.3)
-            full[0] = False
-            end()
-
-        monkeypatch.setattr(os, "pwritev", pwritev)
-        other = threading.Thread(target=other_ends)
-        other.start()
-        assert store.put(key("next"), sized(100)) is True
-        other.join()
 
 
 def test_put_on_a_full_disk_evicts_the_needed_bytes(
@@ -787,7 +636,6 @@ def test_child_of_a_fork_waits_for_no_lock_of_its_parent(root: Path, call: str) 
         assert store.get(key()) is not None
         keeper, held = store._keeper, store._files  # noqa: SLF001
         locks = [
-            held._helpers._lock,  # noqa: SLF001
             held._buffers._lock.mutex,  # noqa: SLF001
             keeper.ledger._lock.mutex,  # noqa: SLF001
             store.counts._lock.mutex,  # noqa: SLF001

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 from ec_store import StoreUnavailable
-from ec_store.disk import evictor
 from ec_store.disk.eviction_policy import taken_bytes
 from ec_store.disk.store import SharedDiskStore
 from tests.ec_store.contract import key, sized
@@ -142,7 +141,6 @@ def test_writers_and_readers_that_are_killed_tear_nothing_and_keep_the_quota(
 
     assert torn.get_obj().value == 0
     assert MAX_BYTES / 2 < most <= MAX_BYTES + WRITERS * (LARGEST + 5000)
-    monkeypatch.setattr(evictor, "CHARGE_S", -1)
     with on_disk.opened(root, f"max_bytes={MAX_BYTES}", young_s=-1) as store:
         store.sweep()
         assert not list((root / "entries").rglob("*.tmp"))

@@ -359,15 +359,15 @@ async def test_the_service_sends_no_command_to_an_idle_store(
         client.set(f"epd:ec:{{{key(str(n)).digest}}}:e2", "x")
     app = create_app(AsyncStore(RedisStore.from_url(server.url())), interval_s=0.001)
     looks, enough = iter(range(10)), asyncio.Event()
-    loop, evict = asyncio.get_running_loop(), RedisStore.evict
+    loop, sweep = asyncio.get_running_loop(), RedisStore.sweep
 
-    def counted(self: RedisStore) -> int:
+    def counted(self: RedisStore, every_s: float) -> int:
         if next(looks, None) is None:
             loop.call_soon_threadsafe(enough.set)
-        return evict(self)
+        return sweep(self, every_s)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(RedisStore, "evict", counted)
+        patched.setattr(RedisStore, "sweep", counted)
         before = client.info("stats")["total_commands_processed"]
         async with TestServer(app):
             await asyncio.wait_for(enough.wait(), 60)

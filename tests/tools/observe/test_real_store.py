@@ -14,7 +14,7 @@ def test_the_prediction_is_what_a_store_answers(tmp_path: Path) -> None:
     numbers = random.Random(3)  # noqa: S311 - a test
     trace = [int(200 * numbers.random() ** 2) for _ in range(600)]
     quota = ENTRIES * ENTRY_BYTES
-    store = open_store(f"file://{tmp_path}/store?max_bytes={quota}&durability=none")
+    store = open_store(f"file://{tmp_path}/store?max_bytes={quota}")
     output = entry(shape=(ENTRY_BYTES // 2 - 2048, 1))  # with room for its header
     distances = ReuseDistances((float(quota), math.inf))
     hits = 0
