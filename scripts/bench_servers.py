@@ -21,6 +21,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from operator import truediv
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,13 +41,13 @@ MISSES = "vllm:ec_store_misses_total"
 Part = Mapping[str, Any]
 
 
-def picture(width: int, height: int, kind: str = "JPEG") -> Part:
+def picture(width: int, height: int, kind: str = "jpeg") -> Part:
     """Return a new picture of smooth noise, of about the size of a photograph in bytes."""
     small = np.random.default_rng().integers(0, 255, (height // 8, width // 8, 3), np.uint8)
     file = io.BytesIO()
     Image.fromarray(small).resize((width, height)).save(file, kind, quality=90)
     data = base64.b64encode(file.getvalue()).decode()
-    return {"type": "image_url", "image_url": {"url": f"data:image/jpeg;base64,{data}"}}
+    return {"type": "image_url", "image_url": {"url": f"data:image/{kind};base64,{data}"}}
 
 
 class Timed(NamedTuple):
@@ -117,13 +118,13 @@ def misses(stack: ForkedStack) -> float:
 
 def first_tokens(proxy: str, plain: str, rounds: int) -> None:
     """Print the TTFT of a hit over one server's first and over its own again."""
-    for size in SIZES:
+    for size, kind in itertools.product(SIZES, ("jpeg", "png")):
         times: dict[str, list[float]] = {"hit": [], "new": [], "first": [], "again": []}
         for _ in range(rounds):
-            cached, repeated = picture(*size), picture(*size)
+            cached, repeated = picture(*size, kind), picture(*size, kind)
             times["new"].append(ask(proxy, [cached]).ttft_s)
             times["first"].append(ask(plain, [repeated]).ttft_s)
-            time.sleep(1)
+            time.sleep(0.5)
             hit = ask(proxy, [cached])
             if not hit.items.startswith("hit=1"):
                 raise RuntimeError(f"no hit, but {hit.items}")
@@ -132,14 +133,14 @@ def first_tokens(proxy: str, plain: str, rounds: int) -> None:
         medians = {name: statistics.median(values) for name, values in times.items()}
         shown = ", ".join(f"{name} {value * 1000:.0f} ms" for name, value in medians.items())
         ratios = ", ".join(
-            f"hit/{name} {statistics.median(map(float.__truediv__, times['hit'], times[name])):.2f}"
-            for name in ("first", "again")
+            f"{over}/{name} {statistics.median(map(truediv, times[over], times[name])):.2f}"
+            for over, name in (("hit", "first"), ("hit", "again"), ("new", "first"))
         )
-        print(f"TTFT {size[0]}x{size[1]}: {shown}; {ratios}")
+        print(f"TTFT {size[0]}x{size[1]} {kind}: {shown}; {ratios}", flush=True)
 
 
 def throughput(proxy: str, plain: str, rounds: int, requests: int = 16) -> None:
-    """Print the requests/s of new pictures at one server through the proxy, over the plain one."""
+    """Print the requests/s of new pictures at one server with a store, over the plain one."""
     ratios = []
     for _ in range(rounds):
         rates = []
@@ -151,6 +152,18 @@ def throughput(proxy: str, plain: str, rounds: int, requests: int = 16) -> None:
             rates.append(requests / (time.perf_counter() - began_s))
         ratios.append(rates[1] / rates[0])
     print(f"new pictures, requests/s over the plain server: {statistics.median(ratios):.2f}")
+
+
+@contextmanager
+def proxy_of_one(servers: ForkedStack) -> Iterator[str]:
+    """Start a proxy before the first of the servers; yield its URL."""
+    flags = ["--servers-urls", servers.all_engines[0].url, "--ec-store", servers.store]
+    command = [sys.executable, "-m", "epd", "serve", "--host", "127.0.0.1", "--port", "0", *flags]
+    with subprocess.Popen([*command, "--log-format", "json"], stderr=subprocess.PIPE) as process:
+        if process.stderr is None:
+            raise RuntimeError("the proxy has no log")
+        yield json.loads(process.stderr.readline())["url"]
+        process.terminate()
 
 
 def window(stack: ForkedStack, conversations: int = 4, turns: int = 8) -> None:
@@ -180,8 +193,10 @@ def main() -> None:
     with running(given.model) as (servers, plain):
         for url in itertools.chain([servers.url] * 2, [plain]):
             ask(url, [picture(*SIZES[0])])
+        with proxy_of_one(servers) as one_server:
+            time.sleep(5)
+            throughput(one_server, plain, rounds)
         first_tokens(servers.url, plain, rounds)
-        throughput(servers.url, plain, rounds)
         window(servers)
 
 
