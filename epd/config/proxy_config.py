@@ -45,8 +45,16 @@ class ProxyConfig(ConfigFields):
 
     @model_validator(mode="after")
     def _check_ec_transfer(self) -> Self:
-        if self.ec_store is not None and not self.encodes:
-            raise ValueError("--ec-store needs encode instances: only they write to it")
+        local = "encode_local" in self.policies
+        if self.ec_store is not None and not self.encodes and not local:
+            raise ValueError(
+                "--ec-store needs instances that write to it: encode instances, or --servers-urls"
+            )
+        if self.ec_store is None and local:
+            raise ValueError(
+                "--servers-urls needs --ec-store, the store that the servers write to; without a "
+                "store, use --decode-servers-urls"
+            )
         transfer = EC_TRANSFERS[self.ec_transfer]
         if self.ec_store and not transfer.stored:
             raise ValueError(
@@ -114,11 +122,19 @@ class ProxyConfig(ConfigFields):
             "another source of these instances: --dynamic-registration, --instances-file, "
             "--discover-…"
         )
-        if not self.encodes and "encode_servers_urls" not in self.model_fields_set:
+        named = self.model_fields_set & {"encode_servers_urls", "servers_urls"}
+        if not self.encodes and not named:
             raise ValueError(
                 f"--encode-servers-urls is required ('disable' for none), or {sources}"
             )
-        decodes = self.decode_servers_urls or self.discover_decode or self.discover_prefill_decode
+        decodes = any(
+            (
+                self.decode_servers_urls,
+                self.servers_urls,
+                self.discover_decode,
+                self.discover_prefill_decode,
+            )
+        )
         if not (decodes or self.dynamic_registration or self.instances_file):
             if self.decode_from == "table":
                 raise ValueError(f"--decode-servers-urls is required, or {sources}")
@@ -144,7 +160,11 @@ class ProxyConfig(ConfigFields):
         if asked["prefill_local_decode_remote"] and asked["cost"]:
             raise ValueError("--encode-below-pixels and --local-prefill-url exclude each other")
         encodes = any(above(name) for name in ENCODE_SOURCES)
-        stages = ("encode_prefill_decode", "encode_pd") if encodes else ("prefill_decode",)
+        stages: tuple[str, ...] = ("prefill_decode",)
+        if encodes:
+            stages = ("encode_prefill_decode", "encode_pd")
+        elif above("servers_urls"):
+            stages = ("encode_local",)
         return (*(name for name, wanted in asked.items() if wanted), *stages)
 
     @model_validator(mode="after")

@@ -16,7 +16,7 @@ from epd.encoder_cache.names import ClientNames, Name
 from epd.errors import BadRequest, MediaFetchFailed, UnknownMedia, no_store
 from epd.media.parts import Inline, Known, check_image, check_inside, source
 from epd.tenants import Scope, Tenant
-from epd.transfer.encoded import EncodedItem, metadata_uuid
+from epd.transfer.encoded import METADATA_ONLY, EncodedItem, metadata_uuid
 
 IN_THREAD = 4 * 1024**2
 """Base64 characters in a request above which its media are hashed on a thread. Hashing this many
@@ -103,6 +103,9 @@ class Keys:
         """
         for encoded_item in encoded:
             key = metadata_uuid(encoded_item, body)
+            if encoded_item.result == "local" and encoded_item.item.modality in METADATA_ONLY:
+                # Its consumer may write the entry. Until then, the name alone is refused.
+                key = encoded_item.item.engine_name
             uuid = encoded_item.item.uuid or key
             if self._names is None or uuid is None or not encoded_item.item.has_media:
                 continue

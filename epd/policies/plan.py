@@ -116,6 +116,8 @@ class Course(NamedTuple):
         decode_from: origin of the decode instance's choice; None for the setting.
         decode_choice: when decode is chosen; None for the setting.
         items: decides which items the encode stage leaves to prefill or decode; None for none.
+        local: whether prefill or decode encodes all items that are not in the store, and writes
+            them to it.
     """
 
     encode: bool = True
@@ -124,6 +126,7 @@ class Course(NamedTuple):
     decode_from: DecodeFrom | None = None
     decode_choice: DecodeChoice | None = None
     items: ItemRule | None = None
+    local: bool = False
 
 
 class Policy(Protocol):
@@ -171,6 +174,21 @@ class PrefillDecode:
         if facts.roles.isdisjoint(ANSWERING):
             return None
         return Course(encode=False, prefill=facts.prefills and Role.DECODE in facts.roles)
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeLocal:
+    """Leaves media that are not in the store to prefill or PD, which writes them to the store.
+
+    It is for fleets without encode instances, of engines with `ec_role` `ec_both`.
+    """
+
+    def course(self, facts: Facts) -> Course | None:
+        if Role.DECODE in facts.roles:
+            return Course(encode=facts.prefills, prefill=facts.prefills, local=True)
+        if Role.PREFILL_DECODE in facts.roles:
+            return Course(prefill=False, local=True)
+        return None
 
 
 @dataclass(frozen=True, slots=True)

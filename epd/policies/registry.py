@@ -15,6 +15,7 @@ from epd.policies.plan import (
     Course,
     DecodeChoice,
     DecodeFrom,
+    EncodeLocal,
     EncodePD,
     EncodePrefillDecode,
     Facts,
@@ -31,6 +32,7 @@ GROUP = "epd.policies"
 OWN: Mapping[str, type[Policy]] = {
     "encode_prefill_decode": EncodePrefillDecode,
     "encode_pd": EncodePD,
+    "encode_local": EncodeLocal,
     "prefill_decode": PrefillDecode,
     "pd_only": PDOnly,
     "cost": Cost,
@@ -149,9 +151,9 @@ class Policies:
             if decided is None:
                 continue
             served, (name, course) = True, decided
-            if items and course.encode and Role.ENCODE not in roles:
+            if items and course.encode and not course.local and Role.ENCODE not in roles:
                 raise PolicyInvalid(f"{name} sends media to encode instances, but there are none")
-            if items and pushed and (not course.encode or course.items is not None):
+            if items and pushed and (not course.encode or course.local or course.items is not None):
                 skips = "skips" if not course.encode else "may skip"
                 raise PolicyInvalid(
                     f"{name} {skips} the encode stage, but with this --ec-transfer consumers wait "

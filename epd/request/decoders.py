@@ -11,6 +11,7 @@ from epd.request.request import Request
 from epd.routing.balance import Choice
 from epd.routing.instances import ANSWERING, Instance, Role
 from epd.routing.prefix import NO_PREFIX, Prefix
+from epd.routing.recent_items import RecentItems
 from epd.routing.table import InstanceTable
 from epd.routing.urls import is_allowed, service_url
 from epd.state_log import StateLog
@@ -27,9 +28,11 @@ class Decoders:
     `--decode-hosts`: a client must not make the proxy connect to an arbitrary host.
     """
 
-    def __init__(self, table: InstanceTable, picker: Picker) -> None:
+    def __init__(self, table: InstanceTable, picker: Picker, recent: RecentItems) -> None:
+        """Choose from the table, or by the picker. `recent` tells where items were used last."""
         self._table = table
         self._picker = picker
+        self._recent = recent
         self._choice = Choice(table, *ANSWERING)
         self._complaint = StateLog("the endpoint picker cannot be used", "the proxy chooses")
 
@@ -87,17 +90,25 @@ class Decoders:
             named = await self._picked(request, attempt, prefill)
         if named is not None:
             return named
-        return request.watched.choose_instance(
+        prefer = None if request.turn is None else request.turn.prefers_decode
+        encodes = attempt.course.local and prefill is None
+        items = [item.identity for item in request.items] if encodes else []
+        if items:
+            prefer = prefer or self._recent.nearest_url(items)
+        instance = request.watched.choose_instance(
             "decode",
             lambda fits: self._choice.best_instance(
                 attempt.avoided_decodes,
                 balance=request.config.decode_balance,
                 session=request.session,
                 prefix=prefix if request.config.decode_balance == "content" else NO_PREFIX,
-                prefer=None if request.turn is None else request.turn.prefers_decode,
+                prefer=prefer,
                 fits=fits,
             ),
         )
+        if items:
+            self._recent.record(items, instance.url)
+        return instance
 
     def has_untried(self, course: Course, tried: Collection[Instance]) -> bool:
         """Return whether there is an eligible instance that has not been tried.

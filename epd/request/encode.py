@@ -4,6 +4,8 @@ The steps for one item, each taken unless an earlier one has the output:
 
     method                   step                              source of the output
     Encoder._lookup          lookup, which claims misses       the store has it
+    Encoder._leave_items     a fleet without encode instances  prefill or decode encodes it, or
+                                                               another request's consumer does
     Encoder._missing_items   place, by the request's policy    prefill or decode encodes it
     Encoder._encode_item     flight, shared by this process    another request encodes it
     Encoder._encode_once     claim, shared by all proxies      another proxy encodes it
@@ -23,7 +25,7 @@ from epd.aio import Flights, gather_first
 from epd.api.body import dump_json
 from epd.api.chat import TEMPLATE, has_system_message
 from epd.api.items import MMItem, feature_count
-from epd.encoder_cache.claims import Claims, EncodeClaim
+from epd.encoder_cache.claims import Claims, ConsumerClaims, EncodeClaim
 from epd.encoder_cache.identity import Identifiers, OutputKey, output_key
 from epd.encoder_cache.lookup import Lookup
 from epd.errors import (
@@ -37,7 +39,7 @@ from epd.errors import (
 )
 from epd.request.encode_job import EncodeJob
 from epd.request.item_tokens import TokenCounts, media_tokens
-from epd.request.placement import OVERLOADED, PendingItem, Placement
+from epd.request.placement import AT_CONSUMER, OVERLOADED, PendingItem, Placement
 from epd.request.recovery import MAX_ENCODES, EncodeFailure, encode_delay_s
 from epd.request.stages import Stages
 from epd.routing.balance import Choice
@@ -69,6 +71,7 @@ class EncodeStage:
         job: the items.
         lookup: the items in the store; None if there is no store, or if it did not answer.
         until_s: deadline, on the event loop's clock.
+        choice: choice among the instances that encode.
         sharing: what requests with the same output must have in common to share its encode.
         falls_back: whether prefill or decode may encode items after failures.
         fits: predicate of the instances with the consumer's namespace; None for all.
@@ -78,6 +81,7 @@ class EncodeStage:
     job: EncodeJob
     lookup: Lookup | None
     until_s: float
+    choice: Choice
     sharing: Hashable
     falls_back: bool
     fits: Callable[[Instance], bool] | None
@@ -91,10 +95,16 @@ class EncodeStage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Encoder:
-    """Provider of the encoder outputs of requests. Belongs to one event loop."""
+    """Provider of the encoder outputs of requests. Belongs to one event loop.
+
+    `_choice` is among the encode instances, and `_consumers` among those that prefill. If there are
+    no encode instances, consumers that write to the store get encode requests for items that must
+    not be sent with their media.
+    """
 
     _table: InstanceTable
     _choice: Choice
+    _consumers: Choice
     _stages: Stages
     _namespaces: Namespaces
     _transfer: ECTransfer
@@ -106,11 +116,18 @@ class Encoder:
     _flights: Flights[Hashable, "tuple[EncodedItem, Span | None]"] = field(default_factory=Flights)
     _retries: Retries = field(default_factory=Retries)
 
-    async def encode(self, job: EncodeJob) -> list[EncodedItem]:
+    def consumer_claims(self) -> ConsumerClaims:
+        """Return the claims of a request, none yet, for `encode`."""
+        return ConsumerClaims(self._claims)
+
+    async def encode(
+        self, job: EncodeJob, claims: ConsumerClaims | None = None
+    ) -> list[EncodedItem]:
         """Return the source and the known facts of each item's output; encode missing ones.
 
         At most `AT_ONCE` encodes of one request run in parallel, and all of them end within
-        `--encode-timeout-s`.
+        `--encode-timeout-s`. `claims` get those of the entries that the request's consumer will
+        encode; without a consumer it is None.
 
         Raises:
             ProxyError: an item failed; encodes of the others that no request shares are cancelled.
@@ -125,6 +142,8 @@ class Encoder:
             record.wait_for("encode")
             if any(item.stored is None for item in pending):
                 stage = self._begin_stage(job, lookup)
+                if job.course.local and job.has_all_media and claims is not None:
+                    await self._leave_items(stage, pending, claims)
                 missing = self._missing_items(stage, pending)
                 encode_item = partial(self._encode_item, stage)
                 if len(missing) > 1:
@@ -179,10 +198,12 @@ class Encoder:
         fields = {name: body[name] for name in TEMPLATE if name in body}
         template = dump_json(fields) if fields else None
         ignores_claims = job.reencode or lookup is None
+        by_consumers = not self._table.has(Role.ENCODE) and self._namespaces.consumers_write()
         return EncodeStage(
             job,
             lookup,
             until_s=asyncio.get_running_loop().time() + job.request.config.encode_timeout_s,
+            choice=self._consumers if by_consumers else self._choice,
             sharing=(
                 job.namespace,
                 authorization,
@@ -193,6 +214,33 @@ class Encoder:
             falls_back=self._placement.may_leave(job),
             fits=self._placement.fits(job),
         )
+
+    async def _leave_items(
+        self, stage: EncodeStage, items: Sequence[PendingItem], claims: ConsumerClaims
+    ) -> None:
+        """Leave the missing items to the consumer, or wait for other requests' consumers.
+
+        A request waits only if its own consumer has to encode none of its items: otherwise it is
+        sent with all its media anyway, and two requests must not wait for each other.
+        """
+        missing = [pending for pending in items if pending.stored is None]
+        keys = [pending.entry_key for pending in missing if pending.entry_key is not None]
+        writes = stage.lookup is not None and self._namespaces.consumers_write()
+        claimed = [claims.take(key) for key in keys if writes]
+        waits = writes and len(keys) == len(missing) and not any(claimed)
+        # First those that no other request encodes: this one gets their claim at once.
+        for pending in sorted(missing, key=partial(self._is_under_way, stage)):
+            found = None
+            if waits and pending.entry_key is not None:
+                with stage.job.request.record.wait_span(pending.item):
+                    # Half of the time is left for the encodes of this request.
+                    found = await claims.wait_for_entry(pending.entry_key, stage.left_s / 2)
+                waits = found is not None
+            if found is not None and found.modality == pending.item.modality:
+                pending.stored = from_entry(found)
+                stage.job.request.record.add_wait()
+            else:
+                pending.place = AT_CONSUMER
 
     def _missing_items(self, stage: EncodeStage, items: Sequence[PendingItem]) -> list[PendingItem]:
         """Place the items that are not stored. Return those that encode instances encode.
@@ -309,7 +357,7 @@ class Encoder:
                 try:
                     instance = request.watched.choose_instance(
                         "encode",
-                        lambda fits: self._choice.best_instance(
+                        lambda fits: stage.choice.best_instance(
                             tried,
                             balance=request.config.encode_balance,
                             item=item.identity,
@@ -331,7 +379,7 @@ class Encoder:
                         server_errors=server_errors,
                         elapsed_s=asyncio.get_running_loop().time() - started_s,
                         others=request.watched.pins is None
-                        and self._choice.has_untried(tried, stage.fits),
+                        and stage.choice.has_untried(tried, stage.fits),
                         falls_back=stage.falls_back,
                         patience_s=stage.left_s,
                     )
@@ -393,7 +441,7 @@ class Encoder:
             and any(
                 candidate.instance not in tried
                 and (stage.fits is None or stage.fits(candidate.instance))
-                for candidate in self._table.usable_candidates(Role.ENCODE)
+                for candidate in self._table.usable_candidates(*stage.choice.roles)
             )
         )
         return stage.left_s / 2 if may_follow else stage.left_s
@@ -409,7 +457,7 @@ class Encoder:
         # `gather_first` replaces the context of what is raised below, which leads to this failure.
         drop_tracebacks(failure)
         error, failed = failure, isinstance(failure, UpstreamFailed | UpstreamTimeout)
-        if failed and not self._table.any_serving(Role.ENCODE):
+        if failed and not self._table.any_serving(*stage.choice.roles):
             error = NoInstance("no encode instance is reachable", slug="no_encoder", stage="encode")
             error.__cause__ = failure.__cause__ or failure
         request = stage.job.request

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from epd.api.prompts import BYTES_PER_TOKEN, prompt_tokens
+from epd.encoder_cache.claims import ConsumerClaims
 from epd.encoder_cache.keys import Keys
 from epd.errors import NoInstance, Overloaded, ProxyError
 from epd.media.fetch import MediaFetcher
@@ -79,10 +80,13 @@ class Pipeline:
             request = await keyed_request(request, self._keys, self._fetcher)
         self._fatal.check(request.watched, [item.identity for item in request.items])
         async with self._quarantine.context_for(request.watched):
-            with self._retries.tries(MAX_ATTEMPTS) as tries:
+            claims = self._encoder.consumer_claims() if attempt.course.local else None
+            with claims or nullcontext(), self._retries.tries(MAX_ATTEMPTS) as tries:
                 while True:
-                    outcome = await self._run_attempt(request, attempt)
+                    outcome = await self._run_attempt(request, attempt, claims)
                     if isinstance(outcome, DecodeAnswer):
+                        if claims is not None:
+                            outcome.claims = claims.hand_over()
                         return outcome
                     request.media.memory.withdraw_offer()
                     following = None if request.is_spent else next_attempt(outcome)
@@ -99,7 +103,7 @@ class Pipeline:
                     request.record.add_retry()
 
     async def _run_attempt(
-        self, request: Request, attempt: Attempt
+        self, request: Request, attempt: Attempt, claims: ConsumerClaims | None
     ) -> DecodeAnswer | FailedAttempt:
         """Send a request through its stages once: encode, prefill, decode.
 
@@ -117,7 +121,7 @@ class Pipeline:
             if encodings is None:
                 job = self._encode_job(request, attempt, first)
                 with job.consumer_reservation or nullcontext():
-                    encoded_items = await self._encoder.encode(job)
+                    encoded_items = await self._encoder.encode(job, claims)
                     await self._remember_names(request, attempt, encoded_items)
                 encodings = Encodings(encoded_items, job.namespace)
             prompt = self._prompt(request, attempt, encodings)

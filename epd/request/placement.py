@@ -36,6 +36,9 @@ UNDER_WAY = ItemPlace(local=False, reason="under_way")
 OVERLOADED = ItemPlace(local=True, reason="overloaded")
 """Place of an item that no encode instance is expected to encode in time."""
 
+AT_CONSUMER = ItemPlace(local=True, reason="no_encoder")
+"""Place of an item if consumers encode all that is not in the store."""
+
 FITS_SHARE = 0.75
 """Share of the time of an item's first try within which its encode must be predicted to end."""
 
@@ -127,6 +130,8 @@ class Placement:
         for pending in missing:
             item = pending.item
             pending.tokens = self._token_counts.predict_tokens(model, item.modality, item.pixels)
+        if job.course.local:  # placed by `Encoder`
+            return
         rule = job.course.items
         if rule is not None and (forced := self._forced_place(job, items)) is not None:
             for pending in missing:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 from epd.aio import end_tasks, errors_of
 from epd.api.usage import Usage
 from epd.conversations.turn import Turn
+from epd.encoder_cache.claims import ConsumerClaims
 from epd.errors import NoInstance, ProxyError, Stage, SuspectedFatal, UpstreamDied, slug_of
 from epd.request.decoders import Decoders
 from epd.request.kv_peers import PeerRegistry
@@ -20,6 +21,7 @@ from epd.routing.balance import Choice
 from epd.routing.fatal import FatalRequests
 from epd.routing.instances import Instance, Role
 from epd.routing.prefix import NO_PREFIX, Prefix
+from epd.routing.recent_items import RecentItems
 from epd.routing.table import NO_WORK, InFlight, InstanceTable, Reservation
 from epd.routing.watched import Watched
 from epd.transfer import with_params
@@ -54,6 +56,7 @@ class DecodeAnswer:
         turn: the conversation turn; None for a request outside a conversation.
         usage: prefill's numbers for the client's answer; None if decode prefilled.
         engine_died: whether the stream reported the death of its engine.
+        claims: claims of the entries that decode is writing; None for none.
     """
 
     reply: Reply
@@ -65,9 +68,12 @@ class DecodeAnswer:
     _watched: Watched
     _local_identities: Sequence[str]
     engine_died: bool = False
+    claims: ConsumerClaims | None = None
 
     def close(self, error: BaseException | None) -> None:
         """Close the answer, and judge its instance by the error."""
+        if self.claims is not None:
+            self.claims.end(entry_coming=error is None)
         if self.span is not None:
             self.span.end_span(slug_of(error))
         self.reply.close()
@@ -99,6 +105,7 @@ class PrefillDecodeStages:
     _decoders: Decoders
     _readbacks: Readbacks
     _fatal: FatalRequests
+    _recent: RecentItems
 
     def has_untried_prefill(self, attempt: Attempt, tried: Sequence[Instance]) -> bool:
         """Return whether there is an eligible prefill instance that has not had the request."""
@@ -248,17 +255,24 @@ class PrefillDecodeStages:
     def _prefill_instance(self, request: Request, attempt: Attempt, prefix: Prefix) -> Instance:
         url = attempt.course.prefill_url
         if url is None:
-            return request.watched.choose_instance(
+            items = [item.identity for item in request.items] if attempt.course.local else []
+            prefer = None if request.turn is None else request.turn.prefers_prefill
+            if items:
+                prefer = prefer or self._recent.nearest_url(items)
+            instance = request.watched.choose_instance(
                 "prefill",
                 lambda fits: self._prefills.best_instance(
                     attempt.avoided_prefills,
                     balance=request.config.prefill_balance,
                     session=request.session,
                     prefix=prefix,
-                    prefer=None if request.turn is None else request.turn.prefers_prefill,
+                    prefer=prefer,
                     fits=fits,
                 ),
             )
+            if items:
+                self._recent.record(items, instance.url)
+            return instance
         if (local := self._table.find_instance(url, Role.PREFILL)) is None:
             raise NoInstance(
                 "the prefill instance beside the proxy is not in the instance table; register it",

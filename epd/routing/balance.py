@@ -118,12 +118,16 @@ BALANCES: Mapping[BalanceName | ItemBalanceName, Callable[[], Balance]] = {
 
 
 class Choice:
-    """Selects an instance for the next request of a stage, among the usable ones."""
+    """Selects an instance for the next request of a stage, among the usable ones.
+
+    Attributes:
+        roles: roles of the instances.
+    """
 
     def __init__(self, table: InstanceTable, *roles: Role) -> None:
         """Choose among the instances of these roles; the first role is the name of the stage."""
+        self.roles = roles
         self._table = table
-        self._roles = roles
         self._balances: dict[BalanceName | ItemBalanceName, Balance] = {}
 
     def best_instance(  # noqa: PLR0913 - the inputs of a choice
@@ -179,11 +183,11 @@ class Choice:
         return bool(self._untried(tried, fits))
 
     def _usable(self, fits: Callable[[Instance], bool] | None) -> Sequence[Candidate]:
-        usable = self._table.usable_candidates(*self._roles)
+        usable = self._table.usable_candidates(*self.roles)
         if fits is not None:
             usable = [candidate for candidate in usable if fits(candidate.instance)]
         if not usable:
-            stage = self._roles[0]
+            stage = self.roles[0]
             fitting = "" if fits is None else " with the namespace of the request's consumer"
             raise NoInstance(f"there is no {stage} instance{fitting}", slug=f"no_{stage}")
         return usable
@@ -195,8 +199,8 @@ class Choice:
 
         An ejected instance may have recovered before its next probe; trying it is cheap.
         """
-        usable = self._table.usable_candidates(*self._roles)
-        for candidates in (usable, self._table.all(*self._roles)):
+        usable = self._table.usable_candidates(*self.roles)
+        for candidates in (usable, self._table.all(*self.roles)):
             fresh = [
                 candidate
                 for candidate in candidates

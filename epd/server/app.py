@@ -61,6 +61,7 @@ from epd.routing.fatal import FatalRequests
 from epd.routing.health import HealthState
 from epd.routing.instances import ANSWERING, Instance, Role
 from epd.routing.namespaces import Namespaces
+from epd.routing.recent_items import RecentItems
 from epd.routing.registry import Change, InstanceSource, Registry
 from epd.routing.table import InstanceTable
 from epd.server import api_routes, instance_routes, operator_routes, page_routes
@@ -165,7 +166,7 @@ async def build_components(
         lambda instance: app[DRAIN].began or table.is_draining(instance),
         time.monotonic,
     )
-    namespaces = Namespaces(table)
+    namespaces, recent = Namespaces(table), RecentItems()
     registry = Registry(table, config.instances, fits=transfer.accepts_instance, on_change=changed)
     async with (
         tracing(config) as tracer,  # closed last: it exports the spans of the other closes
@@ -193,14 +194,22 @@ async def build_components(
                 stages := Stages(upstream),
                 transfer,
                 fatal,
-                decoders := Decoders(table, Picker(upstream)),
+                decoders := Decoders(table, Picker(upstream), recent),
             )
         ) as releases,
     ):
         peers = PeerRegistry(table, transfer, upstream, config) if transfer.has_peers else None
         readbacks = Readbacks(table, stages, transfer, conversations)
         prefill_decode = PrefillDecodeStages(
-            table, Choice(table, Role.PREFILL), stages, transfer, peers, decoders, readbacks, fatal
+            table,
+            Choice(table, Role.PREFILL),
+            stages,
+            transfer,
+            peers,
+            decoders,
+            readbacks,
+            fatal,
+            recent,
         )
         ec_transfer = EC_TRANSFERS[config.ec_transfer]
         by_content = "content" in {config.prefill_balance, config.decode_balance}
@@ -270,6 +279,7 @@ def _encoder(  # noqa: PLR0913, PLR0917 - its collaborators
     return Encoder(
         table,
         Choice(table, Role.ENCODE),
+        Choice(table, Role.PREFILL_DECODE, Role.PREFILL),
         stages,
         namespaces,
         transfer,

@@ -206,7 +206,7 @@ class Recent:
             second["rejected"] += outcome == "rejected"
         if event.items:
             second["hit"] += event.items.get("hit", 0)
-            second["encoded"] += event.items.get("encoded", 0)
+            second["encoded"] += event.items.get("encoded", 0) + event.items.get("local", 0)
 
     def instance_changed(self, event: InstanceChanged) -> None:
         self._changes.append((round(self._unix_clock(), 3), event))

@@ -22,6 +22,7 @@ from epd.aio import Background
 from epd.config import ProxyConfig
 from epd.edge.files import Files
 from epd.edge.listening import BACKLOG, binding_errors, listening_at, log_listening
+from epd.observe import logs
 from epd.workers.orders import (
     CLEANUP_S,
     CUT_S,
@@ -86,6 +87,7 @@ async def supervise(
             reloading = asyncio.create_task(background.keep_running("reload", reload))
             for listener in groups[0]:
                 log_listening(config, listener.getsockname(), workers=config.workers)
+            logs.flush()  # before the lines of the workers
             keepers = [
                 asyncio.create_task(
                     Keeper(

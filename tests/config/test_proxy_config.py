@@ -1,5 +1,7 @@
 """Settings of instances, and which of them exclude each other."""
 
+from typing import Any
+
 import pytest
 from pydantic import ValidationError
 
@@ -86,3 +88,37 @@ def test_media_domains_are_spelled_as_urls_are_read() -> None:
         *("media.test", "xn--bcher-kva.test", "10.0.0.1", "::1", "::2"),
     )
     assert config(allowed_media_domains="").allowed_media_domains == ()
+
+
+SERVERS: dict[str, Any] = {"servers_urls": ("http://a:1", "http://b:1"), "ec_store": "redis://h"}
+
+
+def test_servers_encode_prefill_and_decode_with_their_store() -> None:
+    config = ProxyConfig(**SERVERS)
+
+    assert [(one.role, one.url) for one in config.instances] == [
+        (Role.PREFILL_DECODE, "http://a:1"),
+        (Role.PREFILL_DECODE, "http://b:1"),
+    ]
+    assert config.policies == ("encode_local",)
+
+
+def test_servers_beside_encode_instances_are_their_consumers() -> None:
+    config = ProxyConfig(**SERVERS, encode_servers_urls=("http://e:1",))
+
+    assert config.policies == ("encode_prefill_decode", "encode_pd")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ec_store": None}, "--servers-urls needs --ec-store"),
+        ({"decode_servers_urls": ("http://d:1",)}, "--servers-urls names servers that prefill"),
+        ({"prefill_servers_urls": ("http://p:1",)}, "--servers-urls names servers that prefill"),
+        ({"policies": ("prefill_decode",)}, "--ec-store needs instances that write to it"),
+        ({"ec_transfer": "mooncake"}, "--ec-store needs --ec-transfer store"),
+    ],
+)
+def test_servers_that_could_not_serve_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        ProxyConfig(**{**SERVERS, **changes})

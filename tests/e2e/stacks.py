@@ -68,6 +68,8 @@ class Spec:
         """Return the engines' flags, in addition to those of every stack."""
         every = ["--trust-request-mm-kwargs", *(["--dtype", "bfloat16"] if self.bf16 else [])]
         every += ["--enable-prompt-tokens-details"] * self.traced
+        if self.topology.endswith("epd"):
+            every += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
         own = {Role.PREFILL: ["--no-enable-prefix-caching"] * self.conversing}
         if self.follows:
             every += ["--block-size", "32", "--num-gpu-blocks-override", str(FEW_BLOCKS)]
@@ -109,6 +111,8 @@ SHARDED_IN_MEMORY = Spec(VISION, E_PD, MEMORY, consumer_ranks=2)
 SAVING = [Spec(VISION, topology, DISK, saving=True) for topology in (E_PD, E_P_D)]
 FOLLOWS = Spec(VISION, "2pd", DISK, follows=True)
 ADAPTED = Spec(VISION, E_PD, DISK, adapted=True)
+SERVERS = Spec(VISION, "2epd", MEMORY)
+SERVERS_AUDIO = Spec(AUDIO, "1epd", MEMORY)
 OTHERS = (
     "tiny-internvl",
     "tiny-paddleocr-vl",
@@ -137,6 +141,8 @@ STACKS = [
     *SAVING,
     FOLLOWS,
     ADAPTED,
+    SERVERS,
+    SERVERS_AUDIO,
     *MODEL_STACKS,
 ]
 
@@ -153,25 +159,36 @@ OF_MODULES: Mapping[str, Sequence[Spec]] = {
     "test_models": MODEL_STACKS,
     "test_prefill_decode": [CONVERSING],
     "test_ranks": [SHARDED],
+    "test_servers": [SERVERS],
     "test_traces": [TRACED],
 }
 """Stacks that the tests of a module run on; `ON_DISK` if it is not listed."""
 
 OF_TESTS: Mapping[str, Sequence[Spec]] = {
     # Answers: each model, store and topology, once.
-    "test_one_picture": EACH_STORE,
-    "test_different_pictures_give_different_answers": EACH_STORE,
-    "test_a_sound": [ON_AUDIO, TRACED],
+    "test_one_picture": [*EACH_STORE, SERVERS],
+    "test_different_pictures_give_different_answers": [*EACH_STORE, SERVERS],
+    "test_a_sound": [ON_AUDIO, TRACED, SERVERS_AUDIO],
     "test_a_sound_is_encoded_once_for_all_formats_that_clients_guess": [ON_AUDIO],
     "test_two_sounds_one_by_url": [ON_AUDIO],
     "test_different_sounds_give_different_answers": [ON_AUDIO, TRACED],
+    "test_four_pictures": [ON_DISK, SERVERS],
+    "test_a_picture_twice": [ON_DISK, SERVERS],
+    "test_a_picture_from_a_file": [ON_DISK, SERVERS],
+    "test_a_video": [ON_DISK, SERVERS],
+    "test_a_picture_and_a_video": [ON_DISK, SERVERS],
     "test_text_only": [ON_DISK, ON_CLUSTER],
     # Where items are encoded and stored: each store, and a model without pictures.
     "test_media_are_preprocessed_only_by_the_encode_engine": [*EACH_STORE, ON_AUDIO],
     "test_encoder_output_is_stored_under_its_content_key": [*EACH_STORE, ON_AUDIO],
     "test_prefill_fetches_from_the_store": [*EACH_STORE, ON_AUDIO],
     "test_an_item_seen_before_is_neither_encoded_nor_preprocessed_again": [*EACH_STORE, ON_AUDIO],
-    "test_answers_of_hits_equal_those_of_the_engine_without_proxy": [*EACH_STORE, ON_AUDIO],
+    "test_answers_of_hits_equal_those_of_the_engine_without_proxy": [
+        *EACH_STORE,
+        ON_AUDIO,
+        SERVERS,
+        SERVERS_AUDIO,
+    ],
     # Changes of the store during requests.
     "test_entries_deleted_between_lookup_and_load_fail_no_request": EACH_STORE,
     "test_an_entry_is_deleted_while_its_request_waits_for_another": EACH_STORE,
@@ -191,13 +208,13 @@ OF_TESTS: Mapping[str, Sequence[Spec]] = {
     # Differences with a separate prefill engine.
     "test_small_picture_is_encoded_by_its_consumer_and_found_by_the_next_request": SAVING,
     "test_a_client_that_leaves_stops_the_engine": [ON_DISK, ON_CLUSTER],
-    "test_a_response_about_a_picture_is_the_engines_own": [ON_DISK, ON_CLUSTER],
-    "test_a_message_about_a_picture_is_the_engines_own": [ON_DISK, ON_CLUSTER],
+    "test_a_response_about_a_picture_is_the_engines_own": [ON_DISK, ON_CLUSTER, SERVERS],
+    "test_a_message_about_a_picture_is_the_engines_own": [ON_DISK, ON_CLUSTER, SERVERS],
     "test_a_completion_is_the_engines_own": [ON_DISK, ON_CLUSTER],
     "test_completions_responses_and_messages_are_prefilled_first": [ON_CLUSTER],
     "test_request_that_every_engine_answers_500_ejects_none": [FOLLOWS],
     "test_usage_of_the_prefix_cache_is_that_of_one_engine": [TRACED],
-    "test_the_doctor_finds_nothing_to_mend_in_a_real_fleet": [*EACH_STORE, TRACED],
+    "test_the_doctor_finds_nothing_to_mend_in_a_real_fleet": [*EACH_STORE, TRACED, SERVERS],
     "test_the_doctor_makes_prefill_read_blocks_of_decode": [CONVERSING],
     # Media that only some models accept.
     "test_a_sound_heard_before_is_a_hit": OMNI_STACKS,

@@ -13,16 +13,21 @@ MEASURED = re.compile(r"[\d.e-]+ GB/s \([\d.]+ MB in [\d.]+ ms\), delay [\d.]+ m
 
 async def examined(stack: Served) -> list[Finding]:
     urls = {role: tuple(engine.url for engine in stack.stack.of_role(role)) for role in Role}
+    instances = {
+        "encode_servers_urls": urls[Role.ENCODE],
+        "prefill_servers_urls": urls[Role.PREFILL],
+        "decode_servers_urls": urls[Role.DECODE] or urls[Role.PREFILL_DECODE],
+    }
+    if not urls[Role.ENCODE]:
+        instances = {"servers_urls": urls[Role.PREFILL_DECODE]}
     config = ProxyConfig(
         host="127.0.0.1",
-        encode_servers_urls=urls[Role.ENCODE],
-        prefill_servers_urls=urls[Role.PREFILL],
-        decode_servers_urls=urls[Role.DECODE] or urls[Role.PREFILL_DECODE],
         ec_store=stack.stack.store,
         ec_store_budget_s=5,
         max_requests=16,
         media_fetch="proxy",
         allowed_media_domains=("example.com",),
+        **instances,
     )
 
     return await examine(config, requests=True)

@@ -16,45 +16,12 @@ from epd.observe.logs import LogObserver
 from epd.routing.instances import Instance, Role
 from epd.server.app_keys import CONFIG, TABLE
 from tests.requests import image, png, request, text, video
-from tests.support.backed import BUDGET_S, NAMESPACE, Backed, encoded, items_of, parts_of
+from tests.support.backed import BUDGET_S, NAMESPACE, Both, Page, encoded, items_of
 from tests.support.fake_instance import after
 from tests.support.fleet import Fleet, Launch, until
 
 SMALL, LARGE = image(png(100, 100)), image(png(1000, 1000))
 STATIC: dict[str, Any] = {"encode_below_pixels": 20_000}
-THUMB = {"image_grid_thw": [1, 8, 8]}
-
-
-class Both(Backed):
-    """Instances of which the consumers write what they encode, as with the `ec_role` ec_both."""
-
-    async def decodes(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        for part in parts_of(body):
-            if "image_url" in part and not await self._has(part["uuid"], waits=1):
-                await self._write(part["uuid"], "image", THUMB)
-        return await super().decodes(request, body)
-
-
-class Page:
-    """Metrics page of a consumer.
-
-    Attributes:
-        writes: whether it says that its engine writes to the store.
-        asked: number of times that it was read.
-    """
-
-    def __init__(self, *, writes: bool = True) -> None:
-        self.writes = writes
-        self.asked = 0
-
-    async def __call__(self) -> web.Response:
-        self.asked += 1
-        labels = 'engine="0",model_name="m"'
-        return web.Response(
-            text="# HELP\n"
-            f'vllm:ec_store_namespace_info{{{labels},namespace="{NAMESPACE}"}} 1.0\n'
-            f"vllm:ec_store_producer{{{labels}}} {float(self.writes)}\n"
-        )
 
 
 @pytest.fixture

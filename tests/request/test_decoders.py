@@ -10,6 +10,7 @@ from epd.request.decoders import Decoders
 from epd.request.recovery import Attempt
 from epd.request.request import Request
 from epd.routing.instances import Instance, Role
+from epd.routing.recent_items import RecentItems
 from epd.routing.table import InstanceTable
 
 PLAIN, TLS = (Instance(Role.DECODE, url) for url in ("http://d:1", "https://d:2"))
@@ -35,7 +36,7 @@ async def test_host_and_port_are_enough_for_instances_with_and_without_tls(
         encode_servers_urls=(), decode_servers_urls=("http://d:1", "https://d:2")
     )
     picker: Any = Picker(named)
-    decoders = Decoders(InstanceTable([PLAIN, TLS]), picker)
+    decoders = Decoders(InstanceTable([PLAIN, TLS]), picker, RecentItems())
     course = Course(encode=False, prefill=False, decode_from=decode_from, decode_choice="late")
     facts = Facts("/v1/completions", prefills=True, items=0, roles=frozenset({Role.DECODE}))
     request = Request("r", {}, config, client_headers={config.decode_header: named})

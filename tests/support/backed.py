@@ -20,6 +20,7 @@ from epd.server import app as proxy_app
 from tests.requests import Part
 from tests.support import fake_instance
 from tests.support.fake_instance import (
+    ENCODE_TEXT,
     REPLY,
     FakeInstance,
     Handler,
@@ -31,6 +32,8 @@ from tests.support.fake_instance import (
 from tests.support.fleet import Fleet, Launch
 
 NAMESPACE = "m@main:0123"
+THUMB = {"image_grid_thw": [1, 8, 8]}
+"""Placeholder metadata of a small picture."""
 BUDGET_S = 5.0
 """Time budget of lookups; large, so that results do not depend on the speed of the machine."""
 
@@ -128,6 +131,44 @@ class Backed:
         await asyncio.gather(*self.writes)
         keys = [row.info.key for row in self.store.ls() if row.info is not None]
         await asyncio.to_thread(self.store.delete, keys)
+
+
+class Both(Backed):
+    """Instances of which the consumers write what they encode, as with the `ec_role` ec_both."""
+
+    async def decodes(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        for part in parts_of(body):
+            if "image_url" in part and not await self._has(part["uuid"], waits=1):
+                await self._write(part["uuid"], "image", THUMB)
+        return await super().decodes(request, body)
+
+    async def serves(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        """Answer encode requests too, as a server of `--servers-urls` does."""
+        contents = [message["content"] for message in body["messages"]]
+        encodes = any(ENCODE_TEXT in content for content in contents)
+        return await (self.encodes if encodes else self.decodes)(request, body)
+
+
+class Page:
+    """Metrics page of a consumer.
+
+    Attributes:
+        writes: whether it says that its engine writes to the store.
+        asked: number of times that it was read.
+    """
+
+    def __init__(self, *, writes: bool = True) -> None:
+        self.writes = writes
+        self.asked = 0
+
+    async def __call__(self) -> web.Response:
+        self.asked += 1
+        labels = 'engine="0",model_name="m"'
+        return web.Response(
+            text="# HELP\n"
+            f'vllm:ec_store_namespace_info{{{labels},namespace="{NAMESPACE}"}} 1.0\n'
+            f"vllm:ec_store_producer{{{labels}}} {float(self.writes)}\n"
+        )
 
 
 def parts_of(body: dict[str, Any]) -> list[Part]:

@@ -115,6 +115,9 @@ class Launch:
     async def __call__(
         self, encode: int = 1, prefill: int = 0, decode: int = 1, **config: Any
     ) -> AsyncIterator[Fleet]:
+        """Run a fleet. With `servers=N`, its only instances are N servers, in `Fleet.decode`."""
+        if servers := config.pop("servers", 0):
+            encode, decode = 0, servers
         groups = {
             "encode": [FakeInstance(encodes, number >= self.starting) for number in range(encode)],
             "prefill": [FakeInstance(prefills) for _ in range(prefill)],
@@ -127,6 +130,8 @@ class Launch:
                 f"{role}_servers_urls": tuple(instance.url for instance in instances)
                 for role, instances in groups.items()
             }
+            if servers:
+                urls = {"servers_urls": urls["decode_servers_urls"]}
             events = Recorder()
             settings = DEFAULTS | urls | config
             app = epd.create_app(epd.ProxyConfig(**settings), observers=[events])

@@ -41,6 +41,9 @@ class InstanceSettings(Section):
     (E+PD)"""
     decode_servers_urls: Urls = ()
     """URLs of the decode instances, comma-separated; without prefill instances, they prefill too"""
+    servers_urls: Urls = ()
+    """URLs of vLLM servers that encode, prefill and decode, comma-separated, in place of the lists
+    above; they use the store of --ec-store with ec_role ec_both"""
     ec_consumer_dp_size: int = Field(default=1, ge=1)
     """data-parallel ranks of each prefill instance, or of each decode instance if there is no
     prefill stage; the proxy selects the rank of each request"""
@@ -87,6 +90,11 @@ class InstanceSettings(Section):
                 f"{min(both)!r} is listed as prefill and as decode instance; list an instance that "
                 "does both only in --decode-servers-urls"
             )
+        if self.servers_urls and (self.prefill_servers_urls or self.decode_servers_urls):
+            raise ValueError(
+                "--servers-urls names servers that prefill and decode: it replaces "
+                "--prefill-servers-urls and --decode-servers-urls"
+            )
         roles = {instance.role for instance in (*self.instances, *self.discovered_instances)}
         if Role.PREFILL_DECODE in roles and roles & {Role.PREFILL, Role.DECODE}:
             raise ValueError(
@@ -118,7 +126,8 @@ class InstanceSettings(Section):
         apart = self.prefill_servers_urls or self.discover_prefill or self.discover_decode
         role, ranks = (Role.DECODE, 1) if apart else (Role.PREFILL_DECODE, size)
         prefills = zip_longest(self.prefill_servers_urls, self.prefill_kv_addrs, fillvalue="")
-        decodes = zip_longest(self.decode_servers_urls, self.decode_kv_addrs, fillvalue="")
+        decode_urls = self.decode_servers_urls or self.servers_urls
+        decodes = zip_longest(decode_urls, self.decode_kv_addrs, fillvalue="")
         found = (
             *(Instance(Role.ENCODE, url) for url in self.encode_servers_urls),
             *(Instance(Role.PREFILL, url, size, kv_addr=address) for url, address in prefills),

@@ -247,8 +247,8 @@ INSTANCE: Sequence[Check[InstanceFacts]] = (
 
 TRIALS: Mapping[str, TrialCheck] = {
     facts.ENCODE: TrialCheck("encodes, and reports where its outputs are", FAIL,
-        "start it with --ec-transfer-config, ec_role ec_producer, and the connector that "
-        "--ec-transfer names"),
+        "start it with --ec-transfer-config, ec_role ec_producer (ec_both for --servers-urls), and "
+        "the connector that --ec-transfer names"),
     facts.RAW: TrialCheck(
         "vLLM reports no placeholder metadata for this model: media go to prefill and decode"),
     facts.CONSUME: TrialCheck("finds encoder outputs by their key alone", FAIL,

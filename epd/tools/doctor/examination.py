@@ -12,7 +12,7 @@ from epd.http.pool import Pool
 from epd.http.tls import upstream_context
 from epd.request.kv_peers import PeerRegistry
 from epd.request.stages import Stages
-from epd.routing.instances import Role
+from epd.routing.instances import CONSUMERS, Role
 from epd.routing.table import InstanceTable, Reservation
 from epd.tools.doctor import checks, facts
 from epd.tools.doctor.checks import judge, judge_trials
@@ -71,8 +71,11 @@ class Examination:
         return [engine for engine in self._instances if engine.instance.role in roles]
 
     async def try_encode(self) -> None:
-        """Let each encode instance encode, and each consumer find the first output."""
-        for encoder in self._of_roles(Role.ENCODE):
+        """Let each encode instance encode, and each consumer find the first output.
+
+        Without encode instances, the consumers encode.
+        """
+        for encoder in self._of_roles(Role.ENCODE) or self._of_roles(*CONSUMERS):
             output = await self._encode(encoder)
             if output is not None and not output.encoded.metadata:
                 encoder.add_trial(facts.RAW, Trial())
@@ -170,7 +173,7 @@ async def examine(
     finally:
         await pool.close()
     findings = [*judge(checks.HOST, read_host(config)), *sources.findings]
-    if config.encodes and EC_TRANSFERS[config.ec_transfer].stored:
+    if (config.encodes or config.ec_store) and EC_TRANSFERS[config.ec_transfer].stored:
         store = await read_store(config, output, waits.arrives_s)
         findings += judge(checks.STORE, store, "store")
         if store.is_full:  # consumers could only fail
@@ -210,7 +213,10 @@ async def _try_all(
         stages, encoded, transfer, peers, headers, config, waits.read_s, waits.counted_s
     )
     examination = Examination(instances, model, trials)
-    await (examination.try_pushes if encoded.pushed else examination.try_encode)()
+    if encoded.pushed:
+        await examination.try_pushes()
+    elif config.encodes or config.ec_store:
+        await examination.try_encode()
     await examination.try_handovers()
     output = examination.output
     return None if output is None else output.encoded, examination.pairs

@@ -188,19 +188,17 @@ def _verdict(report: ObserveReport, pixels: float) -> Iterator[str]:
             "before: no cache within an engine answers them, one store for all servers does."
         )
     yield _on_encode_instances(report, pixels, store)
-    yield _next_command(store, unit)
+    yield _next_command(report, pixels, store)
 
 
 def _on_encode_instances(report: ObserveReport, pixels: float, store: StoreLine) -> str:
     """Return whether encode instances would pay beside this store."""
-    encode_ms, seconds = report.relayed.encode_ms, report.relayed.seconds
-    if encode_ms is None or not pixels:
+    busy = _encoding_share(report, pixels, store)
+    if busy is None:
         return (
             "Whether encode instances would pay is not known: give --encode-ms, the milliseconds "
             "of an encode of one megapixel on your GPU."
         )
-    encodes_s = pixels / MEGA * encode_ms / 1000 - (store.encode_s or 0.0)
-    busy = encodes_s / max(seconds, 1e-9) / report.relayed.servers
     if busy < BUSY:
         return f"Encode instances would not pay: encodes take {busy:.1%} of each server's time."
     return (
@@ -209,9 +207,28 @@ def _on_encode_instances(report: ObserveReport, pixels: float, store: StoreLine)
     )
 
 
-def _next_command(store: StoreLine, unit: str) -> str:
-    memory = f" --ec-store-memory {store.size / GIB:g}GiB" if unit == "bytes" and store.size else ""
-    return f"Next: epd up --model MODEL{memory}, and send it the same requests."
+def _encoding_share(report: ObserveReport, pixels: float, store: StoreLine) -> float | None:
+    """Return the share of each server's time that encodes beside this store take, if known."""
+    encode_ms, seconds = report.relayed.encode_ms, report.relayed.seconds
+    if encode_ms is None or not pixels:
+        return None
+    encodes_s = pixels / MEGA * encode_ms / 1000 - (store.encode_s or 0.0)
+    return encodes_s / max(seconds, 1e-9) / report.relayed.servers
+
+
+def _next_command(report: ObserveReport, pixels: float, store: StoreLine) -> str:
+    size = store.size if report.unit == "bytes" else None
+    memory = f" --ec-store-memory {size / GIB:g}GiB" if size else ""
+    servers = report.relayed.servers
+    if (_encoding_share(report, pixels, store) or 0.0) >= BUSY:
+        return (
+            f"Next: epd up --model MODEL --topology 1e{servers}pd{memory}, and send it the same "
+            "requests."
+        )
+    return (
+        f"Next: epd up --model MODEL --topology {servers}epd{memory}, and send it the same "
+        "requests; or add the store to the servers as they run (docs/guides/your-servers.md)."
+    )
 
 
 def size_text(size: float | None, unit: str) -> str:

@@ -23,7 +23,6 @@ from ec_store.errors import StoreError
 from ec_store.keys import EntryKey
 from ec_store.opening import open_store
 from epd.parser import Commands, Parser, unknown_message
-from epd.routing.instances import Role
 from epd.tools.up import host_memory
 from epd.tools.up.engine import VLLM
 from epd.tools.up.model_config import (
@@ -232,7 +231,7 @@ def _start(
 def _check_model(parser: Parser, settings: FleetSettings, config: Mapping[str, Any]) -> None:
     """Exit with an error if the topology has an encode stage that the model cannot use."""
     overridden = overrides_config(settings.vllm_flags + settings.encode_flags)
-    if overridden or Role.ENCODE not in settings.topology.roles:
+    if overridden or not settings.topology.uses_store:
         return
     reason = why_unservable(config, text_architectures())
     if reason is not None:
@@ -313,7 +312,7 @@ def _example(settings: FleetSettings, plan: FleetPlan) -> str:
         {"type": "image_url", "image_url": {"url": DISC}},
         {"type": "text", "text": "What is in this picture?"},
     ]
-    content = parts if plan.of_roles(Role.ENCODE) else "What is a proxy?"
+    content = parts if plan.store else "What is a proxy?"
     body = {
         "model": settings.served_name or settings.model,
         "messages": [{"role": "user", "content": content}],

@@ -117,7 +117,14 @@ class FleetPlan:
         return FleetServer(STORE, url_of(LOOPBACK, port), command, {})
 
     def _proxy(self) -> FleetServer:
-        roles = {"encode": (Role.ENCODE,), "prefill": (Role.PREFILL,), "decode": ANSWERS}
+        roles = {
+            "encode-servers": (Role.ENCODE,),
+            "prefill-servers": (Role.PREFILL,),
+            "decode-servers": ANSWERS,
+        }
+        if any(engine.ec_both for engine in self.of_roles(Role.PREFILL_DECODE)):
+            encode = {"encode-servers": (Role.ENCODE,)} if self.of_roles(Role.ENCODE) else {}
+            roles = {**encode, "servers": (Role.PREFILL_DECODE,)}
         media = self.local_media
         command = (
             *(sys.executable, "-m", "epd", "serve", "--host", self.host, "--port", str(self.port)),
@@ -125,8 +132,8 @@ class FleetPlan:
             *(("--ec-store", self.store) if self.store else ()),
             *(() if media is None else ("--allowed-local-media-path", media)),
             *(
-                f"--{stage}-servers-urls={','.join(engine.url for engine in self.of_roles(*some))}"
-                for stage, some in roles.items()
+                f"--{name}-urls={','.join(engine.url for engine in self.of_roles(*some))}"
+                for name, some in roles.items()
             ),
             *self._events_flags(),
             *self.proxy_flags,
@@ -179,13 +186,13 @@ def plan_fleet(  # noqa: PLR0913 - all that a plan is derived from
 ) -> FleetPlan:
     """Return the plan for the settings; raise `ValueError` if devices or ports do not suffice.
 
-    A store is unused without encode instances. `config` is the model's; None: not known.
+    A store is unused without instances that write to it. `config` is the model's; None: not known.
     `cores` is the number of those that the instances may use. `device_bytes` has the memory of
     devices, and `sizes` the bytes of the model, as far as they are known. `store_runs` says that
     the memory which the store's URL names has a server. With `dry_run`, named devices need not be
     visible: the plan is for CUDA then.
     """
-    store = store if Role.ENCODE in settings.topology.roles else ""
+    store = store if settings.topology.uses_store else ""
     platform = _platform(settings, environ, dry_run=dry_run)
     if needs_bfloat16(config or {}):
         platform = platform.in_bfloat16()
@@ -268,7 +275,7 @@ def _engines(
             max_num_seqs=settings.max_num_seqs,
             api_servers=api_servers if role is Role.ENCODE else 1,
             kv_extra=settings.kv_extra(),
-            ec_both=settings.ec_both,
+            ec_both=settings.ec_both or settings.topology.local,
             kv_events=settings.kv_events,
             program=settings.vllm_command,
             flags=settings.vllm_flags + by_role[role].flags,

@@ -26,23 +26,38 @@ from epd.routing.instances import Role
 from epd.tools.up.devices import LETTERS, Devices, parse_gpus, parse_instances
 from epd.tools.up.engine import VLLM
 
-_NAME = re.compile(r"(?:(?P<e>[1-9]\d?)e)?(?:(?P<pd>[1-9]\d?)pd|(?P<p>[1-9]\d?)p(?P<d>[1-9]\d?)d)")
+_NAME = re.compile(
+    r"(?:(?P<e>[1-9]\d?)e)?"
+    r"(?:(?P<epd>[1-9]\d?)epd|(?P<pd>[1-9]\d?)pd|(?P<p>[1-9]\d?)p(?P<d>[1-9]\d?)d)"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Role of each instance of a fleet."""
+    """Role of each instance of a fleet.
+
+    Attributes:
+        local: whether the instances that prefill and decode encode too, and write to the store.
+    """
 
     roles: tuple[Role, ...]
+    local: bool = False
 
     @classmethod
     def parse(cls, name: str) -> Self:
-        """Read a name such as `1e1pd`, `2e1p2d` or `1p1d`; raise `ValueError` for another form."""
+        """Read a name such as `1e1pd`, `2epd` or `1p1d`; raise `ValueError` for another form."""
         match = _NAME.fullmatch(name.lower())
         if match is None:
-            raise ValueError(f"{name!r} is not a topology such as 1e1pd, 1e1p1d or 1p1d")
+            raise ValueError(f"{name!r} is not a topology such as 1e1pd, 2epd, 1e1p1d or 1p1d")
         counts = {role: int(match[letters] or 0) for letters, role in LETTERS.items()}
-        return cls(tuple(role for role, count in counts.items() for _ in range(count)))
+        counts[Role.PREFILL_DECODE] += int(match["epd"] or 0)
+        roles = (role for role, count in counts.items() for _ in range(count))
+        return cls(tuple(roles), local=match["epd"] is not None)
+
+    @property
+    def uses_store(self) -> bool:
+        """Whether an instance writes encoder outputs to the store."""
+        return self.local or Role.ENCODE in self.roles
 
 
 PREFIX = "EPD_UP_"
@@ -129,7 +144,8 @@ class FleetSettings(BaseSettings):
     topology: Annotated[Topology, NoDecode, _from_text(Topology.parse)] = Field(
         Topology.parse("1e1pd"),
         description="number of encode, prefill and decode instances: 1e1pd (default), 1e1p1d, "
-        "2e1p2d; without an encode stage 1p1d, 2p2d, 1pd",
+        "2e1p2d; 2epd: instances that do all three and share the store; without a store 1p1d, "
+        "2p2d, 1pd",
     )
     device: Annotated[Literal["cuda", "xpu", "cpu"] | None, _from_text(str.lower)] = Field(
         None,
@@ -290,8 +306,8 @@ class FleetSettings(BaseSettings):
             )
         if self.kv_recompute_threshold is not None and not self.bidirectional_kv:
             raise ValueError("--kv-recompute-threshold needs --bidirectional-kv")
-        if self.ec_store is not None and Role.ENCODE not in roles:
-            raise ValueError("--ec-store needs encode instances, as in 1e1p1d")
+        if self.ec_store is not None and not self.topology.uses_store:
+            raise ValueError("--ec-store needs instances that encode, as in 1e1p1d or 2epd")
         if self.ec_store is not None and self.ec_store_memory is not None:
             raise ValueError(
                 "--ec-store-memory is for the default store: a store URL has max_bytes"

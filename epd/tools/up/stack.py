@@ -210,12 +210,12 @@ class Stack(Fleet):
         """Describe the stack; entering the context starts it.
 
         `directory` is for logs, and for the encoder store if `store` is None; a store is unused
-        without encode instances. The last part of `model` is the served name. With `kv_events`, the
-        proxy follows the engines' KV events. `report` receives the progress, and `proxy_flags` are
-        for `epd serve`. The other options are those of `Engine`.
+        without instances that write to it. The last part of `model` is the served name. With
+        `kv_events`, the proxy follows the engines' KV events. `report` receives the progress, and
+        `proxy_flags` are for `epd serve`. The other options are those of `Engine`.
         """
         store = store or f"file://{directory.resolve()}/ec-store?max_bytes=1GiB"
-        store = store if Role.ENCODE in topology.roles else ""
+        store = store if topology.uses_store else ""
         port, *ports = free_ports(2 * len(topology.roles) + 1)
         engines = (
             Engine(
@@ -228,7 +228,7 @@ class Stack(Fleet):
                 platform=CPU.offline(),
                 local_media=str(local_media),
                 kv_extra=kv_extra,
-                ec_both=ec_both,
+                ec_both=ec_both or topology.local,
                 kv_events=kv_events,
                 flags=tuple(flags.get(role, ())),
             )

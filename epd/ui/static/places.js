@@ -79,12 +79,13 @@ function flows({ narrow, clients, proxy, columns, store, top, bottom, roles }) {
   }
   if (!store) return found;
   const under = (box, part) => box.x + box.width * part;
-  if (columns.encode) {
-    const x = under(columns.encode.box, 0.5);
+  const writer = columns.encode ?? reader;
+  if (writer) {
+    const x = under(writer.box, writer === reader ? 0.3 : 0.5);
     found.write = { d: `M${x} ${bottom}V${store.y - 2}`, x: x + 7, y: bottom + 28 };
   }
   if (reader) {
-    const x = under(reader.box, 0.5);
+    const x = under(reader.box, writer === reader ? 0.7 : 0.5);
     found.read = { d: `M${x} ${store.y}V${bottom + 2}`, x: x + 7, y: bottom + 28 };
   }
   const into = store.y + store.height / 2;

@@ -105,7 +105,7 @@ function update(parts, roles, state) {
   }
   const now = state.seconds.slice(-5).reduce((all, one) => all + one.requests, 0) / 5;
   const of = (stage) => state.stages.find((one) => one.stage === stage).rate;
-  const rates = { clients: now, encode: of("encode"), prefill: of("prefill"), decode: of("decode"), prefill_decode: of("decode"), lookup: of("store"), write: of("encode"), read: Math.max(of("store"), of("encode")) ? of(parts.flows.has("prefill") ? "prefill" : "decode") : 0, kv: of("prefill") };
+  const rates = { clients: now, encode: of("encode"), prefill: of("prefill"), decode: of("decode"), prefill_decode: of("decode"), lookup: of("store"), write: parts.flows.has("encode") ? of("encode") : of("store"), read: Math.max(of("store"), of("encode")) ? of(parts.flows.has("prefill") ? "prefill" : "decode") : 0, kv: of("prefill") };
   const words = { lookup: "asks", write: "writes", read: "reads", kv: "KV" };
   for (const [name, { path, label }] of parts.flows) {
     set(path, "data-pace", pace(rates[name]));

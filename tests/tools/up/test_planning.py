@@ -68,7 +68,9 @@ def test_topologies_are_read_as_written(encode: int, prefill: int, decode: int) 
     name = f"{encode}e" if encode else ""
     name += f"{prefill}p{decode}d" if decode else f"{prefill}pd"
     roles = Topology.parse(name).roles
-    assert Topology.parse(name.upper()).roles == roles
+    assert Topology.parse(name.upper()) == Topology(roles)
+    if not decode:
+        assert Topology.parse(name.replace("pd", "epd")) == Topology(roles, local=True)
     counts = {role: roles.count(role) for role in Role}
 
     assert counts[Role.ENCODE] == encode
@@ -225,6 +227,21 @@ def test_each_stage_is_started_on_its_devices_with_its_flags() -> None:
     assert prefill.command()[-2:] == ("--every", "one")
     assert decode.command()[-4:] == ("--every", "one", "--decode", "two words")
     assert {given_flags(one)["--max-model-len"] for one in (encode, prefill, decode)} == {"9"}
+
+
+@pytest.mark.parametrize("encode", [0, 1])
+def test_servers_that_do_all_stages_read_and_write_the_store(encode: int) -> None:
+    fleet = plan(topology=f"{encode}e2epd".removeprefix("0e"), device="cpu")
+    servers = fleet.of_roles(Role.PREFILL_DECODE)
+    proxy = fleet.servers()[-1].command
+
+    assert len(servers) == 2
+    for server in servers:
+        config = json.loads(given_flags(server)["--ec-transfer-config"])
+        assert config["ec_role"] == "ec_both"
+    assert f"--servers-urls={','.join(server.url for server in servers)}" in proxy
+    assert not any("decode-servers" in flag for flag in proxy)
+    assert fleet.store in proxy
 
 
 @pytest.mark.parametrize(

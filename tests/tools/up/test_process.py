@@ -193,7 +193,7 @@ def test_ports_are_free_and_different() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["", "1e", "1p", "1d", "e1p1d", "1e1p", "0e1pd", "1e1pd1d", "e1pd", "100e1pd"]
+    "name", ["", "1e", "1p", "1d", "e1p1d", "1e1p", "0e1pd", "1e1pd1d", "e1pd", "epd", "1epd1pd"]
 )
 def test_an_invalid_topology_is_rejected(name: str) -> None:
     with pytest.raises(ValueError, match="topology"):

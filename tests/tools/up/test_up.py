@@ -455,7 +455,7 @@ def test_an_unreachable_redis_is_reported_before_the_start(tmp_path: Path) -> No
         (("--model", "m", "--kv-recompute-threshold", "1"), "threshold needs --bidirectional-kv"),
         (
             ("--model", "m", "--topology", "1p1d", "--ec-store", "redis://h"),
-            "--ec-store needs encode instances",
+            "--ec-store needs instances that encode",
         ),
         (("--model", "m", "--encode-flags", "'"), "--encode-flags No closing quotation"),
         (("--model", "m", "--proxy-flags", "--ssl-keyfile x"), "--proxy-flags cannot have TLS"),
