@@ -43,7 +43,7 @@ class Load(EngineLoad):
         ranks: loads of its data-parallel ranks; empty if the instance distributes requests itself.
         encode: media items that the instance encodes, and its speed.
         namespace: namespace of its encoder outputs in the store; empty if it is unknown.
-        writes_outputs: whether it is known to write its encoder outputs to the store.
+        writes_outputs: whether it writes its encoder outputs to the store; None if it is unknown.
         kv_bytes_per_s: mean bandwidth of the last KV transfers that it reported; None before any.
         answering: number of local requests with an answer that has begun.
         report: the last report; None without a recent one.
@@ -84,7 +84,8 @@ class Load(EngineLoad):
         )
         self.encode = EncodeWork(clock)
         self.report: Report | None = None
-        self.namespace, self.writes_outputs = "", False
+        self.namespace = ""
+        self.writes_outputs: bool | None = None
         self.kv_bytes_per_s: float | None = None
         self.answering = 0
         self.progress_s = self.stalled_s = self._since_s = -math.inf
@@ -212,7 +213,7 @@ class Load(EngineLoad):
         It may be added again before its requests end.
         """
         self._since_s = -math.inf
-        self.namespace, self.writes_outputs = "", False
+        self.namespace, self.writes_outputs = "", None
         self._drop_report()
         self.forget_engines()
 
