@@ -1,7 +1,6 @@
 """Writing of log lines on a thread, in batches."""
 
 import atexit
-import os
 import select
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -52,7 +51,7 @@ class LineWriter:
         self._lines = SimpleQueue[Rendering | threading.Event]()
         self._hurry = threading.Event()
         self._starting = threading.RLock()
-        self._writing_pid = 0
+        self._thread: threading.Thread | None = None
         self.dropped = self._reported = 0
         atexit.register(self.flush)
 
@@ -74,14 +73,15 @@ class LineWriter:
 
     def _put(self, line: Rendering | threading.Event) -> None:
         self._lines.put(line)
-        if self._writing_pid != os.getpid():  # as after a fork
+        if self._thread is None or not self._thread.is_alive():  # as after a fork
             self._start_thread()
 
     def _start_thread(self) -> None:
         with self._starting, suppress(RuntimeError):  # without a thread, the next line tries again
-            if self._writing_pid != os.getpid():
-                threading.Thread(target=self._run, name="log", daemon=True).start()
-                self._writing_pid = os.getpid()
+            if self._thread is None or not self._thread.is_alive():
+                thread = threading.Thread(target=self._run, name="log", daemon=True)
+                thread.start()
+                self._thread = thread
 
     def _run(self) -> None:
         while True:
