@@ -44,6 +44,9 @@ HUGE_STEP_S = 2.0
 """Time in seconds of the huge pages of one step above which the other steps get small ones: in a
 fragmented memory, the kernel moves other pages to make room for each. It takes 0.1 s without."""
 
+HUGE_S = 60.0
+"""The same for all steps together."""
+
 SHARE = 8
 """A memory without a given size takes one part in `SHARE` of what is left."""
 
@@ -134,7 +137,7 @@ def _allocate(
         os.fchmod(fd, 0o600)  # another user could open it again through /proc, to write
         os.ftruncate(fd, size_bytes)
         mapped = None if reserved else _map(fd, size_bytes, write=True)
-        huge_bytes, soon = 0, True
+        huge_bytes, huge_s, soon = 0, 0.0, True
         for offset in range(0, size_bytes, STEP_BYTES):
             if stopped():
                 raise InterruptedError(errno.EINTR, "it was stopped")
@@ -144,7 +147,9 @@ def _allocate(
                 if soon:
                     began_s = time.monotonic()
                     huge_bytes += _huge_bytes(mapped[offset : offset + step])
-                    soon = time.monotonic() - began_s < HUGE_STEP_S
+                    took_s = time.monotonic() - began_s
+                    huge_s += took_s
+                    soon = took_s < HUGE_STEP_S and huge_s < HUGE_S
             os.posix_fallocate(fd, offset, step)  # what is not there yet
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
     except OSError:
@@ -184,9 +189,11 @@ def _map(fd: int, size_bytes: int, *, write: bool) -> Bytes:
 
     If another thread takes that address before, the kernel chooses one, with small pages.
     """
-    free = np.frombuffer(mmap.mmap(-1, size_bytes + HUGE_PAGE_BYTES, prot=0), np.uint8)
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # the kernel reserves no memory for it
+    anywhere = mmap.mmap(-1, size_bytes + HUGE_PAGE_BYTES, flags=private, prot=0)
+    free = np.frombuffer(anywhere, np.uint8)
     wanted = free.ctypes.data + -free.ctypes.data % HUGE_PAGE_BYTES
-    del free
+    del free, anywhere
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
     address = _mmap(wanted, size_bytes, protection, mmap.MAP_SHARED, fd, 0)
     if address == _MAP_FAILED:

@@ -107,19 +107,21 @@ class Evictor:
         size_bytes = entries = 0
         is_written = False
         for found in tree.scan(unread, remove_empty=True):
-            if found.is_charged:
-                size_bytes += taken_bytes(found.size_bytes)
+            is_left = found.staging and self._is_left(found, now)
+            if found.is_charged or not is_left:
+                size_bytes += _charged_bytes(found)
                 entries += 1
-            if not found.staging:
+            if is_left:
+                left.append(found)
+            elif found.staging:
+                is_written = True
+            else:
                 candidate = _candidate(found, now)
                 if now - candidate.used_s > ttl_s:
                     expired.append(candidate)
-            elif self._is_left(found, now):
-                left.append(found)
-            else:
-                is_written = True
-        if not is_written and not unread:
-            self._correct(tree, before, Usage(size_bytes, entries))
+        if not unread:
+            correct = self._release_excess if is_written else self._correct
+            correct(tree, before, Usage(size_bytes, entries))
         for found in left:
             self._clear(tree, found)
         for candidate in expired:
@@ -157,15 +159,23 @@ class Evictor:
         wanted, now = sample_size(excess, before.mean_bytes), time.time()
         sample: list[EvictionCandidate] = []
         unread: list[OSError] = []
-        cleared = 0
+        cleared = counted = number = 0
         for found in tree.scan(unread, remove_empty=True):
-            if not found.staging:
+            is_left = found.staging and self._is_left(found, now)
+            if found.is_charged or not is_left:
+                counted += _charged_bytes(found)
+                number += 1
+            if is_left:
+                cleared += self._clear(tree, found)
+            elif not found.staging:
                 sample.append(_candidate(found, now))
                 if len(sample) == wanted:
                     break
-            elif self._is_left(found, now):
-                cleared += self._clear(tree, found)
         all_seen = len(sample) < wanted and not unread
+        if all_seen:
+            with self._ledger.sweeping(tree.root) as held:
+                if held:
+                    self._release_excess(tree, before, Usage(counted, number))
         while True:
             victims = choose_victims(
                 sample, all_seen=all_seen, now_s=now, ttl_s=ttl_s, excess=excess - cleared
@@ -194,11 +204,28 @@ class Evictor:
 
     def _clear(self, tree: Tree, found: Found) -> int:
         """Remove a staging file that a crash left, and return the bytes that it frees."""
-        if not found.folder.remove(found.name) or not found.is_charged:
+        published = found.status.st_nlink > 1  # the charge is that of the entry
+        if not found.folder.remove(found.name) or published or not found.is_charged:
             return 0
         size_bytes = taken_bytes(found.size_bytes)
         self._ledger.release(tree.root, size_bytes)
         return size_bytes
+
+    def _release_excess(self, tree: Tree, before: Usage, counted: Usage) -> None:
+        """Release what the ledger has beyond all files, and beyond what came since `before`.
+
+        The caller holds the lock of the sweep. Others may write and evict meanwhile.
+        """
+        for waits in (False, True):
+            if waits:  # another process may not have released yet what it removed
+                time.sleep(RELEASE_S)
+            now = self._ledger.total(tree.root)
+            size_bytes = now.bytes - counted.bytes - (now.charged_bytes - before.charged_bytes)
+            entries = now.entries - counted.entries - (now.charged - before.charged)
+            if size_bytes <= 0 or entries < 0:
+                return
+        with suppress(OSError):  # the next count corrects it
+            self._ledger.add(tree.root, Usage(released_bytes=size_bytes, released=entries))
 
     def _correct(self, tree: Tree, before: Usage, counted: Usage) -> None:
         """Correct the ledger by a count of all files, unless others have changed it meanwhile."""
@@ -207,7 +234,9 @@ class Evictor:
             return
         # Another process may not have released yet what it removed.
         time.sleep(RELEASE_S)
-        if self._ledger.total(tree.root) == before:
+        if self._ledger.total(tree.root) != before:
+            self._release_excess(tree, before, counted)
+        else:
             more = Usage(max(0, size_bytes), max(0, entries))
             with suppress(OSError):  # the next sweep corrects it
                 self._ledger.add(
@@ -283,6 +312,11 @@ def _set_aside(folder: Folder, candidate: EvictionCandidate) -> str:
             raise
         return candidate.digest
     return name
+
+
+def _charged_bytes(found: Found) -> int:
+    """Return what the ledger has for a file. The name has no size while it is published."""
+    return taken_bytes(found.size_bytes or found.status.st_size)
 
 
 def _candidate(found: Found, now: float) -> EvictionCandidate:

@@ -22,9 +22,9 @@ SLOTS = 16
 
 SLOT_BYTES = 64
 
-SWEEPING = SLOTS
-"""Byte that a process locks while it counts all files. The bytes before it are those of the
-records."""
+SWEEPING = SLOTS + 1
+"""Byte that a process locks while it counts all files. Older releases lock it too, and the byte
+before it for another purpose; those before that are the bytes of the records."""
 
 READS = 4
 """Times that records are read until they are whole: a writer may be changing one."""

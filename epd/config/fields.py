@@ -53,6 +53,13 @@ def _split_all(value: Any) -> Any:
     return tuple(part.strip() for part in value.split(",")) if value.strip() else ()
 
 
+def _split_hosts(value: Any) -> Any:
+    """Return the names of a list. Only an empty text is an empty list, which allows every host."""
+    if not isinstance(value, str):
+        return value
+    return tuple(part.strip() for part in value.split(",")) if value else ()
+
+
 def _json_list(value: Any) -> Any:
     """Return the items of a JSON list, as in vLLM's flags. A YAML list is already parsed."""
     if not isinstance(value, str):
@@ -158,6 +165,7 @@ T = TypeVar("T")
 
 _UrlList = Annotated[tuple[T, ...], BeforeValidator(_split_urls)]
 _List = Annotated[tuple[T, ...], BeforeValidator(_split_all)]
+_HostList = Annotated[tuple[T, ...], BeforeValidator(_split_hosts)]
 _JsonList = Annotated[tuple[T, ...], BeforeValidator(_json_list)]
 
 Urls = Annotated[_UrlList[str], AfterValidator(_check_urls)]
@@ -173,8 +181,8 @@ EventAddresses = Annotated[_List[str], AfterValidator(_check_event_addresses)]
 TenantNames = _List[
     Annotated[str, _matches(NAME, "the name of a tenant: up to 64 of A-Z a-z 0-9 . _ -")]
 ]
-Domains = _List[Annotated[str, AfterValidator(_check_domain)]]
-HostPatterns = _List[Annotated[str, AfterValidator(check_pattern)]]
+Domains = _HostList[Annotated[str, AfterValidator(_check_domain)]]
+HostPatterns = _HostList[Annotated[str, AfterValidator(check_pattern)]]
 Origins = _JsonList[
     Annotated[
         str,

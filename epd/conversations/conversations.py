@@ -135,15 +135,17 @@ class Conversations:
         written = entry.to_json()
         if len(written) > MAX_ENTRY_BYTES:
             written = replace(entry, held=None).to_json()
-        await self._ask(lambda: self.store.put(turn.key, written, self._config.conversation_ttl))
+        ttl_s, decode = self._config.conversation_ttl, turn.decode
+        await self._ask(lambda: self.store.put(turn.key, written, ttl_s, decode))
 
     def drop_instance(self, decode: str) -> None:
-        """Drop the entries of a removed or restarted decode instance: its blocks are lost."""
+        """Note that a decode instance was removed or restarted: its blocks are lost."""
         now_s = self._clock()
         oldest_s = now_s - self._config.conversation_ttl
         self._lost_s = {url: at for url, at in self._lost_s.items() if at >= oldest_s}
         self._lost_s[decode] = now_s
         self._engines.pop(decode, None)
+        self.store.yield_room(decode)
 
     def _held_blocks(self, turn: Turn, decode: str) -> HeldBlocks | None:
         """Return the blocks that decode holds of a turn; None if unknown or unusable."""

@@ -111,6 +111,23 @@ class Claims:
         """Return a lookup that claims missing entries, which `hold_claims` then keeps."""
         return Lookup(keys, self._owner, self._claim_s)
 
+    async def claim_missing(self, key: EntryKey) -> Lookup:
+        """Look up an entry, and claim it if it is missing and this process does not use it.
+
+        The claim is kept for `written_within_s` for a request that takes it with `take_fresh`.
+        """
+        claiming = not self.is_used(key)
+        lookup = self.new_lookup([key]) if claiming else Lookup([key])
+        if claiming:
+            self._pending.add(key)
+        try:
+            await self.cache.run_lookup(lookup, patient=True)
+        finally:
+            if claiming:
+                self._pending.discard(key)
+            self.drop_claims(self.hold_claims(lookup.claimed, fresh=True), entry_coming=True)
+        return lookup
+
     def take_fresh(self, key: EntryKey) -> bool:
         """Hold the claim of a lookup that is not over. Return False if there is none to take."""
         claim = self._claims.get(key)
@@ -211,16 +228,13 @@ class EncodeClaim:
         deadline_s = clock() + wait_s
         delays_s = iter(POLL_S)
         while True:
-            # Another request of this process may have the claim, which has only one owner.
-            used_here = self._claims.is_used(self._key)
-            lookup = Lookup([self._key]) if used_here else self._claims.new_lookup([self._key])
+            lookup = self._claims.new_lookup([self._key])
             try:
                 await self._claims.cache.run_lookup(lookup, patient=True)
             finally:
                 self.is_held = bool(self._claims.hold_claims(lookup.claimed))
             found = (lookup.found or {}).get(self._key)
-            waits = lookup.settled or (used_here and lookup.found is not None)
-            if found or self.is_held or not waits or clock() > deadline_s:
+            if found or self.is_held or not lookup.settled or clock() > deadline_s:
                 return found
             await asyncio.sleep(next(delays_s, POLL_S[-1]))
 
@@ -228,56 +242,3 @@ class EncodeClaim:
         """Release the claim: at once if no entry is being written."""
         if self.is_held:
             self._claims.drop_claims([self._key], entry_coming=self.entry_coming)
-
-
-class ConsumerClaims:
-    """Claims of the entries that the consumer of one request encodes and writes: a context manager.
-
-    They are held until its answer begins. The exit of the context releases those that were not
-    handed over to the answer.
-    """
-
-    def __init__(self, claims: Claims | None, keys: Sequence[EntryKey] = ()) -> None:
-        """Hold the claims of `keys`. Without a store, `claims` is None."""
-        self._claims = claims
-        self._keys = list(keys)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.end(entry_coming=False)
-
-    def hand_over(self) -> "ConsumerClaims":
-        """Return the claims for the answer of the request, and hold none any more."""
-        keys, self._keys = self._keys, []
-        return ConsumerClaims(self._claims, keys)
-
-    def take(self, key: EntryKey) -> bool:
-        """Hold the claim that the request's lookup took. Return whether the request has it."""
-        if key in self._keys:
-            return True
-        taken = self._claims is not None and self._claims.take_fresh(key)
-        if taken:
-            self._keys.append(key)
-        return taken
-
-    async def wait_for_entry(self, key: EntryKey, wait_s: float) -> EntryInfo | None:
-        """Return the entry that another request's consumer writes, as soon as it is stored.
-
-        None: this request's consumer may encode it, as with `EncodeClaim.wait_for_turn`.
-        """
-        if self._claims is None:
-            return None
-        with EncodeClaim(self._claims, key) as claim:
-            found = await claim.wait_for_turn(wait_s)
-            if claim.is_held and found is None:
-                claim.is_held = False
-                self._keys.append(key)
-        return found
-
-    def end(self, *, entry_coming: bool) -> None:
-        """Release the claims; `entry_coming` tells whether the consumer is writing the entries."""
-        keys, self._keys = self._keys, []
-        if keys and self._claims is not None:
-            self._claims.drop_claims(keys, entry_coming=entry_coming)

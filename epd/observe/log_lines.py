@@ -1,7 +1,6 @@
 """Writing of log lines on a thread, in batches."""
 
 import atexit
-import os
 import select
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -32,10 +31,10 @@ class LineWriter:
     """Writer of lines to a stream, in the order in which they arrive. Safe for threads.
 
     A thread of its own writes: a stream that its reader leaves full, such as a pipe, delays no
-    request. A write for each request is a tenth of what a request costs. Therefore lines wait up to
-    `BATCH_S`, and are rendered and written together: rendered one after the other they take half
-    the time. Waiting lines are also written when the process exits. A process that is killed loses
-    the last 50 ms.
+    request. A write for each request is a tenth of what a request costs. Therefore lines of
+    requests wait up to `BATCH_S`, and are rendered and written together: rendered one after the
+    other they take half the time. Waiting lines are also written when the process exits. A process
+    that is killed loses those of the last 50 ms.
 
     Attributes:
         dropped: number of lines that the stream did not take.
@@ -50,42 +49,45 @@ class LineWriter:
         self._batch_s = batch_s
         # Reentrant: a garbage collection may log on this thread.
         self._lines = SimpleQueue[Rendering | threading.Event]()
-        self._flushing = threading.Event()
+        self._hurry = threading.Event()
         self._starting = threading.RLock()
-        self._writing_pid = 0
+        self._thread: threading.Thread | None = None
         self.dropped = self._reported = 0
         atexit.register(self.flush)
 
-    def write(self, line: Rendering) -> None:
-        """Render and write a line within `BATCH_S`."""
+    def write(self, line: Rendering, *, at_once: bool = False) -> None:
+        """Render and write a line within `BATCH_S`, or at once."""
         if self._lines.qsize() >= MAX_LINES:
             self.dropped += 1
-        else:
-            self._put(line)
+            return
+        self._put(line)
+        if at_once:
+            self._hurry.set()
 
     def flush(self) -> None:
         """Write the waiting lines, and wait for that up to `EXIT_S`."""
         written = threading.Event()
-        self._flushing.set()
         self._put(written)
+        self._hurry.set()
         written.wait(EXIT_S)
-        self._flushing.clear()
 
     def _put(self, line: Rendering | threading.Event) -> None:
         self._lines.put(line)
-        if self._writing_pid != os.getpid():  # as after a fork
+        if self._thread is None or not self._thread.is_alive():  # as after a fork
             self._start_thread()
 
     def _start_thread(self) -> None:
         with self._starting, suppress(RuntimeError):  # without a thread, the next line tries again
-            if self._writing_pid != os.getpid():
-                threading.Thread(target=self._run, name="log", daemon=True).start()
-                self._writing_pid = os.getpid()
+            if self._thread is None or not self._thread.is_alive():
+                thread = threading.Thread(target=self._run, name="log", daemon=True)
+                thread.start()
+                self._thread = thread
 
     def _run(self) -> None:
         while True:
             batch = [self._lines.get()]
-            self._flushing.wait(self._batch_s)
+            self._hurry.wait(self._batch_s)
+            self._hurry.clear()
             with suppress(Empty):
                 while len(batch) < MAX_LINES:
                     batch.append(self._lines.get_nowait())
@@ -118,7 +120,8 @@ class LineLogger:
         self._lines = lines
 
     def msg(self, message: str | bytes) -> None:
-        self._lines.write(lambda: message)
+        # The last line before a fatal signal is the one that matters.
+        self._lines.write(lambda: message, at_once=True)
 
     debug = info = warning = error = critical = exception = fatal = log = msg
 

@@ -313,8 +313,8 @@ CONVERSATION_TURNS = _counter(
 )
 CONVERSATIONS_EVICTED = _counter(
     "epd_conversations_evicted",
-    "Conversations dropped before a next turn found them: too many, expired, or their decode "
-    "instance is gone. 0 for conversations in Redis, which expires them itself.",
+    "Conversations dropped before a next turn found them: too many, or expired. "
+    "0 for conversations in Redis, which expires them itself.",
 )
 RELOADED = _gauge(
     "epd_config_last_reload_success",

@@ -11,7 +11,7 @@ from epd.request.request import Request
 from epd.routing.balance import Choice
 from epd.routing.instances import ANSWERING, Instance, Role
 from epd.routing.prefix import NO_PREFIX, Prefix
-from epd.routing.recent_items import RecentItems
+from epd.routing.recent_items import BY_CONTENT, RecentItems
 from epd.routing.table import InstanceTable
 from epd.routing.urls import is_allowed, service_url
 from epd.state_log import StateLog
@@ -92,6 +92,7 @@ class Decoders:
             return named
         prefer = None if request.turn is None else request.turn.prefers_decode
         encodes = attempt.course.local and prefill is None
+        encodes &= request.config.decode_balance not in BY_CONTENT
         items = [item.identity for item in request.items] if encodes else []
         if items:
             prefer = prefer or self._recent.nearest_url(items)

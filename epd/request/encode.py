@@ -25,7 +25,8 @@ from epd.aio import Flights, gather_first
 from epd.api.body import dump_json
 from epd.api.chat import TEMPLATE, has_system_message
 from epd.api.items import MMItem, feature_count
-from epd.encoder_cache.claims import Claims, ConsumerClaims, EncodeClaim
+from epd.encoder_cache.claims import Claims, EncodeClaim
+from epd.encoder_cache.consumer_claims import ConsumerClaims, ConsumerWrites
 from epd.encoder_cache.identity import Identifiers, OutputKey, output_key
 from epd.encoder_cache.lookup import Lookup
 from epd.errors import (
@@ -112,13 +113,14 @@ class Encoder:
     _token_counts: TokenCounts
     _placement: Placement
     _claims: Claims | None
+    _writes: ConsumerWrites | None
     _identifiers: Identifiers = field(default_factory=Identifiers)
     _flights: Flights[Hashable, "tuple[EncodedItem, Span | None]"] = field(default_factory=Flights)
     _retries: Retries = field(default_factory=Retries)
 
-    def consumer_claims(self) -> ConsumerClaims:
-        """Return the claims of a request, none yet, for `encode`."""
-        return ConsumerClaims(self._claims)
+    def consumer_claims(self) -> ConsumerClaims | None:
+        """Return the claims of a request, none yet, for `encode`; None without a store."""
+        return None if self._writes is None else ConsumerClaims(self._writes)
 
     async def encode(
         self, job: EncodeJob, claims: ConsumerClaims | None = None
@@ -198,7 +200,10 @@ class Encoder:
         fields = {name: body[name] for name in TEMPLATE if name in body}
         template = dump_json(fields) if fields else None
         ignores_claims = job.reencode or lookup is None
-        by_consumers = not self._table.has(Role.ENCODE) and self._namespaces.consumers_write()
+        fits = self._placement.fits(job)
+        by_consumers = not self._table.has(Role.ENCODE) and self._namespaces.any_consumer_writes()
+        if by_consumers:
+            fits = partial(self._namespaces.writes_to, namespace=job.namespace)
         return EncodeStage(
             job,
             lookup,
@@ -212,7 +217,7 @@ class Encoder:
                 ignores_claims,
             ),
             falls_back=self._placement.may_leave(job),
-            fits=self._placement.fits(job),
+            fits=fits,
         )
 
     async def _leave_items(
@@ -225,16 +230,20 @@ class Encoder:
         """
         missing = [pending for pending in items if pending.stored is None]
         keys = [pending.entry_key for pending in missing if pending.entry_key is not None]
-        writes = stage.lookup is not None and self._namespaces.consumers_write()
-        claimed = [claims.take(key) for key in keys if writes]
-        waits = writes and len(keys) == len(missing) and not any(claimed)
+        claims.keep_only(keys)
+        shares = stage.lookup is not None and self._namespaces.consumers_share()
+        late = [claims.is_late(key) for key in keys]
+        claimed = [claims.take(key) for key in keys if shares and not claims.is_late(key)]
+        waits = shares and len(keys) == len(missing) and not any(claimed) and not any(late)
+        # Half of the time is left for the encodes of this request.
+        until_s = asyncio.get_running_loop().time() + min(claims.wait_s, stage.left_s / 2)
         # First those that no other request encodes: this one gets their claim at once.
         for pending in sorted(missing, key=partial(self._is_under_way, stage)):
             found = None
             if waits and pending.entry_key is not None:
+                left_s = max(0.0, until_s - asyncio.get_running_loop().time())
                 with stage.job.request.record.wait_span(pending.item):
-                    # Half of the time is left for the encodes of this request.
-                    found = await claims.wait_for_entry(pending.entry_key, stage.left_s / 2)
+                    found = await claims.wait_for_entry(pending.entry_key, left_s)
                 waits = found is not None
             if found is not None and found.modality == pending.item.modality:
                 pending.stored = from_entry(found)

@@ -158,8 +158,7 @@ class Readbacks:
     def _block_tokens(self, decode: str | None) -> int:
         """Return the tokens per block of a decode instance; 0 if it has not reported them."""
         instance = None if decode is None else self._table.find_instance(decode, *ANSWERING)
-        report = None if instance is None else self._table.load(instance).report
-        return 0 if report is None else report.block_tokens
+        return 0 if instance is None else self._table.load(instance).block_tokens
 
 
 def _basis(question: PromptQuestion, items: Sequence[EncodedItem]) -> Basis | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from epd.api.prompts import BYTES_PER_TOKEN, prompt_tokens
-from epd.encoder_cache.claims import ConsumerClaims
+from epd.encoder_cache.consumer_claims import ConsumerClaims
 from epd.encoder_cache.keys import Keys
 from epd.errors import NoInstance, Overloaded, ProxyError
 from epd.media.fetch import MediaFetcher

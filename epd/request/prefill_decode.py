@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 from epd.aio import end_tasks, errors_of
 from epd.api.usage import Usage
 from epd.conversations.turn import Turn
-from epd.encoder_cache.claims import ConsumerClaims
+from epd.encoder_cache.consumer_claims import ConsumerClaims
 from epd.errors import NoInstance, ProxyError, Stage, SuspectedFatal, UpstreamDied, slug_of
 from epd.request.decoders import Decoders
 from epd.request.kv_peers import PeerRegistry
@@ -21,7 +21,7 @@ from epd.routing.balance import Choice
 from epd.routing.fatal import FatalRequests
 from epd.routing.instances import Instance, Role
 from epd.routing.prefix import NO_PREFIX, Prefix
-from epd.routing.recent_items import RecentItems
+from epd.routing.recent_items import BY_CONTENT, RecentItems
 from epd.routing.table import NO_WORK, InFlight, InstanceTable, Reservation
 from epd.routing.watched import Watched
 from epd.transfer import with_params
@@ -255,7 +255,8 @@ class PrefillDecodeStages:
     def _prefill_instance(self, request: Request, attempt: Attempt, prefix: Prefix) -> Instance:
         url = attempt.course.prefill_url
         if url is None:
-            items = [item.identity for item in request.items] if attempt.course.local else []
+            encodes = attempt.course.local and request.config.prefill_balance not in BY_CONTENT
+            items = [item.identity for item in request.items] if encodes else []
             prefer = None if request.turn is None else request.turn.prefers_prefill
             if items:
                 prefer = prefer or self._recent.nearest_url(items)

@@ -43,7 +43,8 @@ class Load(EngineLoad):
         ranks: loads of its data-parallel ranks; empty if the instance distributes requests itself.
         encode: media items that the instance encodes, and its speed.
         namespace: namespace of its encoder outputs in the store; empty if it is unknown.
-        writes_outputs: whether it is known to write its encoder outputs to the store.
+        writes_outputs: whether it writes its encoder outputs to the store; None if it is unknown.
+        block_tokens: tokens of a block of its KV cache; 0 if it is unknown.
         kv_bytes_per_s: mean bandwidth of the last KV transfers that it reported; None before any.
         answering: number of local requests with an answer that has begun.
         report: the last report; None without a recent one.
@@ -60,6 +61,7 @@ class Load(EngineLoad):
         "_progress",
         "_since_s",
         "answering",
+        "block_tokens",
         "encode",
         "kv_bytes_per_s",
         "namespace",
@@ -84,7 +86,9 @@ class Load(EngineLoad):
         )
         self.encode = EncodeWork(clock)
         self.report: Report | None = None
-        self.namespace, self.writes_outputs = "", False
+        self.namespace = ""
+        self.writes_outputs: bool | None = None
+        self.block_tokens = 0
         self.kv_bytes_per_s: float | None = None
         self.answering = 0
         self.progress_s = self.stalled_s = self._since_s = -math.inf
@@ -183,6 +187,7 @@ class Load(EngineLoad):
         self._failures = 0
         self._expires_s = now_s + max(interval_s * REPORT_TTL_INTERVALS, MIN_REPORT_TTL_S)
         self.report = report
+        self.block_tokens = report.block_tokens or self.block_tokens
         before, self._progress = self._progress, report.progress
         moved = report.progress != before
         if moved and before is not None:
@@ -212,7 +217,7 @@ class Load(EngineLoad):
         It may be added again before its requests end.
         """
         self._since_s = -math.inf
-        self.namespace, self.writes_outputs = "", False
+        self.namespace, self.writes_outputs = "", None
         self._drop_report()
         self.forget_engines()
 
@@ -220,6 +225,7 @@ class Load(EngineLoad):
         """Forget prefix caches and speed: the engines have ended, or may have."""
         for cache in self.caches:
             cache.clear()
+        self.block_tokens = 0
         self.encode.forget_speed()
 
     def _drop_report(self) -> None:

@@ -38,6 +38,20 @@ class Namespaces:
         consumers = self._table.all(*CONSUMERS)
         return bool(consumers) and all(consumer.load.writes_outputs for consumer in consumers)
 
+    def consumers_share(self) -> bool:
+        """Return whether consumers write their outputs, as far as it is known of each."""
+        known = {consumer.load.writes_outputs for consumer in self._table.all(*CONSUMERS)}
+        return True in known and False not in known
+
+    def any_consumer_writes(self) -> bool:
+        return any(consumer.load.writes_outputs for consumer in self._table.all(*CONSUMERS))
+
+    def writes_to(self, instance: Instance, namespace: str | None) -> bool:
+        """Return whether an instance writes what it encodes, as far as known to a namespace."""
+        load = self._table.find_load(instance)
+        writes = load is not None and bool(load.writes_outputs)
+        return writes and self.shares_namespace(instance, namespace)
+
     def namespace_of(self, instance: Instance) -> str | None:
         load = self._table.find_load(instance)
         return load.namespace or None if load is not None else None

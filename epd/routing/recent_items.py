@@ -5,6 +5,9 @@ from collections.abc import Sequence
 
 from ec_store.bounded import BoundedDict
 
+BY_CONTENT = ("content", "session")
+"""Balances that already send related requests to one instance."""
+
 MAX_ITEMS = 65536
 """Upper bound of the items that are remembered."""
 

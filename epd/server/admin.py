@@ -9,6 +9,7 @@ from typing import Any, Literal, NotRequired
 from aiohttp import web
 from typing_extensions import TypedDict
 
+from epd.aio import Flights
 from epd.api.body import Pieces
 from epd.config import ProxyConfig
 from epd.errors import Outcome, ProxyError, RequestRefused, Stage, UpstreamRejected
@@ -76,8 +77,7 @@ class ConversationCounts(TypedDict):
     kept: int | None
     """Conversations that the next turn can find; null if they are in Redis."""
     evicted: int | None
-    """Conversations removed before a turn found them: no room, expired, or their decode instance
-    was lost."""
+    """Conversations removed before a turn found them: no room, or expired."""
 
 
 class HealthPage(TypedDict):
@@ -113,18 +113,20 @@ class Admin:
         # A separate choice: these requests must not advance the round robin of the decode stage.
         self._models = Choice(table, *ANSWERING)
         self._retries = Retries()
-        self._asking = asyncio.Lock()
+        self._asking: Flights[None, tuple[int, HealthPage]] = Flights()
         self._health: tuple[int, HealthPage] | None = None
         self._until_s = 0.0
 
     async def health(self) -> tuple[int, HealthPage]:
-        """Return the status and the body of `GET /health`. One lookup runs at a time."""
-        clock = asyncio.get_running_loop().time
-        async with self._asking:
-            if self._health is None or clock() >= self._until_s:
-                self._health = await self._ask_health()
-                self._until_s = clock() + KEPT_S
+        """Return the status and the body of `GET /health`. Concurrent requests share one lookup."""
+        if self._health is not None and asyncio.get_running_loop().time() < self._until_s:
             return self._health
+        return await self._asking.join(None, self._ask_and_keep)
+
+    async def _ask_and_keep(self) -> tuple[int, HealthPage]:
+        self._health = await self._ask_health()
+        self._until_s = asyncio.get_running_loop().time() + KEPT_S
+        return self._health
 
     async def _ask_health(self) -> tuple[int, HealthPage]:
         groups = {name: self._table.of_roles(*roles) for name, (_, roles) in CLUSTERS.items()}

@@ -122,3 +122,20 @@ def test_servers_beside_encode_instances_are_their_consumers() -> None:
 def test_servers_that_could_not_serve_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         ProxyConfig(**{**SERVERS, **changes})
+
+
+@pytest.mark.parametrize("blank", [" ", ","])
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("decode_hosts", {}),
+        ("allowed_media_domains", {"media_fetch": "proxy"}),
+        ("registration_hosts", {"dynamic_registration": True, "admin_api_key": "k" * 16}),
+    ],
+)
+def test_blank_list_of_hosts_does_not_allow_every_host(
+    name: str, more: dict[str, Any], blank: str
+) -> None:
+    assert getattr(config(**more, **{name: ""}), name) == ()
+    with pytest.raises(ValidationError, match=name):
+        config(**more, **{name: blank})

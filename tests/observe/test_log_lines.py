@@ -87,9 +87,17 @@ def test_lines_are_one_write(stream: Written) -> None:
     assert stream.getvalue().split() == [b"%d" % number for number in range(100)]
 
 
+def test_a_line_that_is_no_requests_waits_for_no_others(stream: Written) -> None:
+    lines = LineWriter(stream, batch_s=3600)
+    lines.write(lambda: "request")
+    LineLogger(lines).warning("warning")
+    while stream.getvalue() != b"request\nwarning\n":
+        time.sleep(0.001)
+
+
 def test_a_line_is_written_without_a_flush(stream: Written) -> None:
-    LineLogger(LineWriter(stream)).warning("warning")
-    while stream.getvalue() != b"warning\n":
+    LineWriter(stream).write(lambda: "request")
+    while stream.getvalue() != b"request\n":
         time.sleep(0.001)
 
 

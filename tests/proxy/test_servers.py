@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,12 @@ import pytest
 from aiohttp import web
 
 from ec_store import Store
+from epd.encoder_cache.claims import Claims
+from epd.encoder_cache.consumer_claims import ConsumerWrites
+from epd.server import app as proxy_app
 from tests.requests import image, png, request, text
 from tests.support.backed import BUDGET_S, NAMESPACE, Both, Page, items_of, media_types, parts_of
-from tests.support.fake_instance import STREAM, fails_first, refuses
+from tests.support.fake_instance import STREAM, decodes, fails_first, refuses
 from tests.support.fleet import Fleet, Launch, until
 
 FIRST, SECOND, THIRD = (image(png(100, side)) for side in (101, 102, 103))
@@ -274,3 +278,100 @@ async def test_requests_at_two_proxies_for_one_new_picture_make_one_encode(
         items = await asyncio.gather(*asked)
 
         assert sorted(map(str, items)) == ["{'hit': 1}"] * 5 + ["{'local': 1}"]
+
+
+async def test_one_of_the_waiting_requests_takes_over_after_a_failure(
+    launch: Launch, both: Both, url: str
+) -> None:
+    async with serving(launch, both, url) as fleet:
+        gate = Gate(both)
+        for server in fleet.decode:
+            server.chat = gate
+        first = asyncio.create_task(fleet.chat(request(FIRST)))
+        await until(lambda: sent(fleet))
+        asked = [asyncio.create_task(items_of(fleet, request(FIRST))) for _ in range(12)]
+        await asyncio.sleep(0.2)
+        first.cancel()
+        await until(lambda: len(sent(fleet)) == 2)
+        await asyncio.sleep(0.2)
+        gate.free.set()
+        items = await asyncio.gather(*asked)
+
+        assert sorted(map(str, items)) == ["{'hit': 1}"] * 11 + ["{'local': 1}"]
+
+
+async def test_no_request_waits_for_an_entry_that_did_not_appear(
+    launch: Launch, both: Both, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = partial(ConsumerWrites, wait_s=0.2, written_within_s=0.0)
+    monkeypatch.setattr(proxy_app, "ConsumerWrites", short)
+    async with serving(launch, both, url) as fleet:
+        for server in fleet.decode:
+            server.chat = decodes  # which writes nothing
+        assert await items_of(fleet, request(FIRST)) == {"local": 1}
+        gate = Gate(both)
+        for server in fleet.decode:
+            server.chat = gate
+        asked = [asyncio.create_task(items_of(fleet, request(FIRST))) for _ in range(4)]
+        await until(lambda: len(sent(fleet)) == 5)
+        gate.free.set()
+
+        assert await asyncio.gather(*asked) == [{"local": 1}] * 4
+
+
+async def test_requests_wait_for_a_server_that_hangs_once_and_not_for_long(
+    launch: Launch, both: Both, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = list[ConsumerWrites]()
+
+    def make(claims: Claims) -> ConsumerWrites:
+        made.append(ConsumerWrites(claims, wait_s=0.3))
+        return made[0]
+
+    monkeypatch.setattr(proxy_app, "ConsumerWrites", make)
+    async with serving(launch, both, url) as fleet:
+        gate = Gate(both)
+        for server in fleet.decode:
+            server.chat = gate
+        hung = asyncio.create_task(items_of(fleet, request(FIRST)))
+        await until(lambda: sent(fleet))
+        asked = [asyncio.create_task(items_of(fleet, request(FIRST))) for _ in range(3)]
+        await until(lambda: len(sent(fleet)) == 4)
+        made[0].wait_s = 3600
+        late = asyncio.create_task(items_of(fleet, request(FIRST)))
+        await until(lambda: len(sent(fleet)) == 5)
+        gate.free.set()
+
+        assert await asyncio.gather(hung, *asked, late) == [{"local": 1}] * 5
+
+
+async def test_servers_that_have_told_nothing_do_not_end_the_sharing_of_encodes(
+    launch: Launch, both: Both, url: str
+) -> None:
+    async with launch(
+        servers=2, ec_store=url, ec_store_budget_s=BUDGET_S, load_interval_s=0.05
+    ) as fleet:
+        gate = Gate(both)
+        for server in fleet.decode:
+            server.chat = gate
+        fleet.d.metrics = page = Page()  # the other one has no metrics
+        await until(lambda: page.asked > 1)
+        asked = [asyncio.create_task(items_of(fleet, request(FIRST))) for _ in range(3)]
+        await until(lambda: sent(fleet))
+        await asyncio.sleep(0.2)
+        gate.free.set()
+
+        assert sorted(map(str, await asyncio.gather(*asked))) == [
+            "{'hit': 1}",
+            "{'hit': 1}",
+            "{'local': 1}",
+        ]
+
+
+async def test_sessions_stay_at_their_server(launch: Launch, both: Both, url: str) -> None:
+    async with serving(launch, both, url, decode_balance="session") as fleet:
+        for number in range(8):
+            async with fleet.post(request(FIRST), {"x-session-id": str(number)}) as reply:
+                assert reply.status == 200
+
+        assert all(server.calls for server in fleet.decode)

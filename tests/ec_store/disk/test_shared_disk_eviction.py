@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from ec_store.disk.files import Folder, Modes
 from ec_store.disk.leases import LONGEST_S, leased_digests, sweep_leases
 from ec_store.disk.ledger import Ledger, Usage
 from ec_store.disk.store import SharedDiskStore
+from ec_store.disk.tree import staging_name
 from tests.ec_store.contract import key, sized
 from tests.ec_store.disk.on_disk import (
     age,
@@ -407,6 +409,68 @@ def test_ledger_that_is_one_entry_too_low_costs_one_entry_until_a_sweep(
         assert store.stats().drops == 0
         assert store.stats().bytes == entries_bytes(root) <= 20 * BLOCK
         assert store.stats().entries == len(files(root, "entries"))
+
+
+@pytest.mark.changes_files
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_entries_that_were_deleted_by_hand_make_room_without_a_sweep(
+    root: Path, share: float
+) -> None:
+    with opened(root, f"max_bytes={20 * BLOCK}") as store:
+        for n in range(20):
+            store.put(key(str(n)), sized(100))
+        entries = files(root, "entries")
+        for path in entries[: int(share * len(entries))]:
+            path.unlink()
+        stored = []
+        for n in range(60):  # the first ones find no entry to evict
+            with suppress(StoreUnavailable):
+                stored.append(store.put(key(f"new-{n}"), sized(100)))
+            time.sleep(0.02)
+
+        assert len(stored) >= 30
+        assert 17 <= len(files(root, "entries")) <= 20
+        assert store.stats().bytes == entries_bytes(root)
+
+
+@pytest.mark.changes_files
+def test_sweep_corrects_the_ledger_beside_a_writer(root: Path) -> None:
+    with opened(root, f"max_bytes={1000 * BLOCK}") as store, opened(root) as other:
+        for n in range(100):
+            store.put(key(str(n)), sized(100))
+        for path in files(root, "entries")[:90]:
+            path.unlink()
+        over = threading.Event()
+
+        def write() -> None:
+            n = 0
+            while not over.is_set():
+                n += 1
+                store.put(key(f"new-{n}"), sized(100))
+                time.sleep(0.01)
+
+        writer = threading.Thread(target=write)
+        writer.start()
+        other.sweep(0)
+        over.set()
+        writer.join()
+
+        # What was written during the count stays counted twice until the next sweep.
+        assert (store.stats().entries or 0) - len(files(root, "entries")) < 45
+
+
+@pytest.mark.changes_files
+def test_leftover_name_of_an_entry_frees_nothing(root: Path) -> None:
+    """A process of an older release that is killed between two calls leaves both names."""
+    with opened(root, f"max_bytes={20 * BLOCK}", young_s=float("-inf")) as store:
+        store.put(key("one"), sized(100))
+        entry = path_of(root, key("one"))
+        leftover = entry.with_name(staging_name(entry.name, entry.stat().st_size))
+        leftover.hardlink_to(entry)
+        store.evict()
+
+        assert not leftover.exists()
+        assert (store.stats().entries, store.stats().bytes) == (1, entries_bytes(root))
 
 
 @pytest.mark.fault(94)
