@@ -49,6 +49,12 @@ def sent(fleet: Fleet) -> list[list[str]]:
     return [kinds for server in fleet.decode for kinds in media_types(server)]
 
 
+async def until_looked_up(fleet: Fleet, number: int) -> None:
+    """Wait until this many requests have looked up their items."""
+    stages = fleet.events.stages
+    await until(lambda: [done.stage for done in stages].count("store") == number)
+
+
 async def test_a_new_picture_goes_along_and_a_known_one_does_not(
     launch: Launch, both: Both, url: str
 ) -> None:
@@ -140,9 +146,9 @@ async def test_requests_with_each_others_new_pictures_do_not_wait_for_each_other
             server.chat = gate
         bodies = (FIRST, SECOND), (SECOND, FIRST), (SECOND, THIRD)
         asked = []
-        for body in bodies:
+        for number, body in enumerate(bodies, start=1):
             asked.append(asyncio.create_task(items_of(fleet, request(*body))))
-            await asyncio.sleep(0.05)
+            await until_looked_up(fleet, number)
         await until(lambda: len(sent(fleet)) == 2)
         gate.free.set()
 
