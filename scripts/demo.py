@@ -127,7 +127,7 @@ def show_times(timing: str, first_s: float, total_s: float) -> None:
 
 def show_store(stack: Stack) -> None:
     """Print the entries of the store, and its URL."""
-    print(f"\nEncoder output in {stack.store}, where prefill found it:")
+    print(f"\nEncoder output in {stack.store}, where the next request finds it:")
     with open_store(stack.store) as store:
         for row in store.ls():
             if row.info is not None:

@@ -44,11 +44,14 @@ class ConsumerWrites:
         self._due_s: BoundedDict[EntryKey, float] = BoundedDict(MAX_ENTRIES)
         self._waits: Flights[EntryKey, EntryInfo | Literal["free"] | None] = Flights()
 
-    def expect(self, keys: Sequence[EntryKey], within_s: float | None = None) -> None:
-        """Note that entries must be stored soon."""
-        after_s = self._written_within_s if within_s is None else within_s
-        due_s = asyncio.get_running_loop().time() + after_s
+    def expect(self, keys: Sequence[EntryKey]) -> None:
+        """Note that consumers are writing entries, which are late after a moment."""
+        due_s = asyncio.get_running_loop().time() + self._written_within_s
         self._due_s.update(dict.fromkeys(keys, due_s))
+
+    def note_late(self, key: EntryKey) -> None:
+        """Note that an entry was not stored while requests waited for it."""
+        self._due_s[key] = asyncio.get_running_loop().time()
 
     def is_late(self, key: EntryKey) -> bool:
         """Return whether a missing entry should have been stored, at most `LATE_S` ago.
@@ -77,7 +80,7 @@ class ConsumerWrites:
             if lookup.claimed:
                 return "free"
             if clock() > deadline_s:
-                self.expect([key], 0.0)
+                self.note_late(key)
                 return None
             await asyncio.sleep(next(delays_s, POLL_S[-1]))
 
@@ -142,7 +145,7 @@ class ConsumerClaims:
                     if self.take(key):
                         return None
         except TimeoutError:
-            self._writes.expect([key], 0.0)
+            self._writes.note_late(key)
             return None
 
     def end(self, *, entry_coming: bool) -> None:

@@ -120,7 +120,8 @@ ENCODE_DECISIONS = _counter(
     "unsaved, the consumers are not known to write to the store, or the item's key is unknown; "
     "under_way, already being encoded for another request; beside_stored, another item of the "
     "request is in the store; required, encode instances must encode "
-    "all items of the request; overloaded, no encode instance was predicted to encode it in time.",
+    "all items of the request; overloaded, no encode instance was predicted to encode it in time; "
+    "no_encoder, the policy encode_local leaves it to the consumer.",
     (MODEL, "decision", "reason"),
 )
 ENCODE_WAITS = _counter(

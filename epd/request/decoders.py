@@ -92,8 +92,8 @@ class Decoders:
             return named
         prefer = None if request.turn is None else request.turn.prefers_decode
         encodes = attempt.course.local and prefill is None
-        encodes &= request.config.decode_balance not in BY_CONTENT
-        items = [item.identity for item in request.items] if encodes else []
+        attracted = encodes and request.config.decode_balance not in BY_CONTENT
+        items = [item.identity for item in request.items] if attracted else []
         if items:
             prefer = prefer or self._recent.nearest_url(items)
         instance = request.watched.choose_instance(

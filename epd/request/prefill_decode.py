@@ -255,8 +255,8 @@ class PrefillDecodeStages:
     def _prefill_instance(self, request: Request, attempt: Attempt, prefix: Prefix) -> Instance:
         url = attempt.course.prefill_url
         if url is None:
-            encodes = attempt.course.local and request.config.prefill_balance not in BY_CONTENT
-            items = [item.identity for item in request.items] if encodes else []
+            attracted = attempt.course.local and request.config.prefill_balance not in BY_CONTENT
+            items = [item.identity for item in request.items] if attracted else []
             prefer = None if request.turn is None else request.turn.prefers_prefill
             if items:
                 prefer = prefer or self._recent.nearest_url(items)

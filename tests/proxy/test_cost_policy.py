@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,24 +10,16 @@ from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 
-from ec_store import Store
 from epd.observe.logs import LogObserver
 from epd.routing.instances import Instance, Role
 from epd.server.app_keys import CONFIG, TABLE
 from tests.requests import image, png, request, text, video
-from tests.support.backed import BUDGET_S, NAMESPACE, Both, Page, encoded, items_of
+from tests.support.backed import BUDGET_S, Both, Page, encoded, items_of
 from tests.support.fake_instance import after
 from tests.support.fleet import Fleet, Launch, until
 
 SMALL, LARGE = image(png(100, 100)), image(png(1000, 1000))
 STATIC: dict[str, Any] = {"encode_below_pixels": 20_000}
-
-
-@pytest.fixture
-def both(store: Store, tmp_path: Path) -> Both:
-    """Return handlers on the store. Its namespace is registered for the model."""
-    store.register_namespace("m", NAMESPACE)
-    return Both(store, tmp_path / "store")
 
 
 @asynccontextmanager

@@ -4,28 +4,20 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 
-from ec_store import Store
 from epd.encoder_cache.claims import Claims
 from epd.encoder_cache.consumer_claims import ConsumerWrites
 from epd.server import app as proxy_app
 from tests.requests import image, png, request, text
-from tests.support.backed import BUDGET_S, NAMESPACE, Both, Page, items_of, media_types, parts_of
+from tests.support.backed import BUDGET_S, Both, Page, items_of, media_types, parts_of
 from tests.support.fake_instance import STREAM, decodes, fails_first, refuses
 from tests.support.fleet import Fleet, Launch, until
 
 FIRST, SECOND, THIRD = (image(png(100, side)) for side in (101, 102, 103))
-
-
-@pytest.fixture
-def both(store: Store, tmp_path: Path) -> Both:
-    store.register_namespace("m", NAMESPACE)
-    return Both(store, tmp_path / "store")
 
 
 @asynccontextmanager
@@ -92,13 +84,19 @@ class Gate:
         return await self._both.decodes(asked, body)
 
 
+def closed_gate(both: Both, fleet: Fleet) -> Gate:
+    """Put a gate before all servers."""
+    gate = Gate(both)
+    for server in fleet.decode:
+        server.chat = gate
+    return gate
+
+
 async def test_requests_for_one_new_picture_make_one_encode(
     launch: Launch, both: Both, url: str
 ) -> None:
     async with serving(launch, both, url) as fleet:
-        gate = Gate(both)
-        for server in fleet.decode:
-            server.chat = gate
+        gate = closed_gate(both, fleet)
         asked = [asyncio.create_task(items_of(fleet, request(FIRST))) for _ in range(4)]
         await until(lambda: sent(fleet))
         await asyncio.sleep(0.1)
@@ -141,9 +139,7 @@ async def test_requests_with_each_others_new_pictures_do_not_wait_for_each_other
     launch: Launch, both: Both, url: str
 ) -> None:
     async with serving(launch, both, url) as fleet:
-        gate = Gate(both)
-        for server in fleet.decode:
-            server.chat = gate
+        gate = closed_gate(both, fleet)
         bodies = (FIRST, SECOND), (SECOND, FIRST), (SECOND, THIRD)
         asked = []
         for number, body in enumerate(bodies, start=1):
@@ -192,9 +188,7 @@ async def test_servers_that_do_not_write_are_not_waited_for(
     launch: Launch, both: Both, url: str
 ) -> None:
     async with serving(launch, both, url, writes=False) as fleet:
-        gate = Gate(both)
-        for server in fleet.decode:
-            server.chat = gate
+        gate = closed_gate(both, fleet)
         asked = [asyncio.create_task(items_of(fleet, request(FIRST))) for _ in range(2)]
         await until(lambda: len(sent(fleet)) == 2)
         gate.free.set()
@@ -290,9 +284,7 @@ async def test_one_of_the_waiting_requests_takes_over_after_a_failure(
     launch: Launch, both: Both, url: str
 ) -> None:
     async with serving(launch, both, url) as fleet:
-        gate = Gate(both)
-        for server in fleet.decode:
-            server.chat = gate
+        gate = closed_gate(both, fleet)
         first = asyncio.create_task(fleet.chat(request(FIRST)))
         await until(lambda: sent(fleet))
         asked = [asyncio.create_task(items_of(fleet, request(FIRST))) for _ in range(12)]
@@ -315,9 +307,7 @@ async def test_no_request_waits_for_an_entry_that_did_not_appear(
         for server in fleet.decode:
             server.chat = decodes  # which writes nothing
         assert await items_of(fleet, request(FIRST)) == {"local": 1}
-        gate = Gate(both)
-        for server in fleet.decode:
-            server.chat = gate
+        gate = closed_gate(both, fleet)
         asked = [asyncio.create_task(items_of(fleet, request(FIRST))) for _ in range(4)]
         await until(lambda: len(sent(fleet)) == 5)
         gate.free.set()
@@ -336,9 +326,7 @@ async def test_requests_wait_for_a_server_that_hangs_once_and_not_for_long(
 
     monkeypatch.setattr(proxy_app, "ConsumerWrites", make)
     async with serving(launch, both, url) as fleet:
-        gate = Gate(both)
-        for server in fleet.decode:
-            server.chat = gate
+        gate = closed_gate(both, fleet)
         hung = asyncio.create_task(items_of(fleet, request(FIRST)))
         await until(lambda: sent(fleet))
         asked = [asyncio.create_task(items_of(fleet, request(FIRST))) for _ in range(3)]
@@ -357,9 +345,7 @@ async def test_servers_that_have_told_nothing_do_not_end_the_sharing_of_encodes(
     async with launch(
         servers=2, ec_store=url, ec_store_budget_s=BUDGET_S, load_interval_s=0.05
     ) as fleet:
-        gate = Gate(both)
-        for server in fleet.decode:
-            server.chat = gate
+        gate = closed_gate(both, fleet)
         fleet.d.metrics = page = Page()  # the other one has no metrics
         await until(lambda: page.asked > 1)
         asked = [asyncio.create_task(items_of(fleet, request(FIRST))) for _ in range(3)]

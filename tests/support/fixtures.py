@@ -7,7 +7,7 @@ import pytest
 from ec_store import Store, open_store
 from epd.aio import Flights, Start
 from epd.tenants import key_line
-from tests.support.backed import NAMESPACE, Backed
+from tests.support.backed import NAMESPACE, Backed, Both
 from tests.support.clients import ALICE, ALICE_2, BOB
 from tests.support.fleet import Fleet, Launch
 from tests.support.invariants import WatchedLaunch
@@ -59,6 +59,11 @@ def store(url: str) -> Iterator[Store]:
 @pytest.fixture
 def backed(store: Store, tmp_path: Path) -> Backed:
     return Backed(store, tmp_path / "store")
+
+
+@pytest.fixture
+def both(store: Store, tmp_path: Path) -> Both:
+    return Both(store, tmp_path / "store")
 
 
 @pytest.fixture
