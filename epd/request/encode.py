@@ -244,6 +244,8 @@ class Encoder:
                 left_s = max(0.0, until_s - asyncio.get_running_loop().time())
                 with stage.job.request.record.wait_span(pending.item):
                     found = await claims.wait_for_entry(pending.entry_key, left_s)
+                # Meanwhile the item may have ended the instances of other requests.
+                self._fatal.check(stage.job.request.watched, [pending.item.identity])
                 waits = found is not None
             if found is not None and found.modality == pending.item.modality:
                 pending.stored = from_entry(found)

@@ -14,8 +14,10 @@ from epd.encoder_cache.consumer_claims import ConsumerWrites
 from epd.server import app as proxy_app
 from tests.requests import image, png, request, text
 from tests.support.backed import BUDGET_S, Both, Page, items_of, media_types, parts_of
-from tests.support.fake_instance import STREAM, decodes, fails_first, refuses
+from tests.support.fake_instance import STREAM, after, decodes, fails_first, refuses
 from tests.support.fleet import Fleet, Launch, until
+
+ENGINE_DEAD = "EngineCore encountered an issue. See stack trace (above) for the root cause."
 
 FIRST, SECOND, THIRD = (image(png(100, side)) for side in (101, 102, 103))
 
@@ -367,3 +369,23 @@ async def test_sessions_stay_at_their_server(launch: Launch, both: Both, url: st
                 assert reply.status == 200
 
         assert all(server.calls for server in fleet.decode)
+
+
+@pytest.mark.fault(68)
+async def test_requests_that_wait_for_a_picture_end_no_further_server(
+    launch: Launch, both: Both, url: str
+) -> None:
+    async with serving(launch, both, url, servers=4) as fleet:
+        free = asyncio.Event()
+        for server in fleet.decode:
+            server.chat = after(free, refuses(500, ENGINE_DEAD))
+        asked = [
+            asyncio.create_task(fleet.chat(request(FIRST, text(str(number)))))
+            for number in range(4)
+        ]
+        await until_looked_up(fleet, 4)
+        free.set()
+        answers = await asyncio.gather(*asked)
+
+        assert [status for status, _ in answers] == [503] * 4
+        assert len(sent(fleet)) == 2
