@@ -90,6 +90,7 @@ async def proxies(launch: Launch, *hosts: Host) -> AsyncIterator[list[Fleet]]:
             for host in hosts
         ]
         for host in hosts:  # the fleet watches the descriptors of this process
+            await asyncio.gather(*host.backed.writes)
             host.backed.store.close()
 
 
