@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import orjson
 
+from epd.api.prompts import prompt_tokens
 from epd.errors import ProxyError, UpstreamFailed, UpstreamTimeout, UpstreamUnreachable
-from epd.policies.plan import Facts
 from epd.request.request import Request
 from epd.routing.instances import Instance
 from epd.upstream import Upstream
@@ -25,7 +25,6 @@ class Picker:
 
     async def ask_picker(
         self,
-        facts: Facts,
         request: Request,
         prefill: Instance | None,
         candidates: Iterable[Instance],
@@ -42,9 +41,9 @@ class Picker:
         question = {
             "model": request.body.get("model"),
             "request_id": request.id,
-            "endpoint": facts.path,
-            "prompt_tokens": facts.prompt_tokens,
-            "items": facts.items,
+            "endpoint": request.endpoint.path,
+            "prompt_tokens": prompt_tokens(request.body),
+            "items": len(request.items),
             "prefill": None if prefill is None else prefill.url,
             "candidates": [instance.url for instance in candidates],
             "tried": [instance.url for instance in tried],

@@ -10,14 +10,13 @@ from dataclasses import dataclass, field
 from epd.aio import end_tasks
 from epd.api.items import Body
 from epd.errors import ProxyError
-from epd.request.decoders import Decoders
+from epd.request.choices import Choices
 from epd.request.recovery import Attempt
 from epd.request.request import Request
 from epd.request.stages import RELEASE_TIMEOUT_S, Stages
 from epd.routing.fatal import FatalRequests
 from epd.routing.instances import Instance
 from epd.transfer import with_params
-from epd.transfer.encoded import Prompt
 from epd.transfer.kv import Handover, KVTransfer
 
 
@@ -28,7 +27,7 @@ class Releases:
     _stages: Stages
     _transfer: KVTransfer
     _fatal: FatalRequests
-    _decoders: Decoders
+    _choices: Choices
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def aclose(self) -> None:
@@ -39,25 +38,18 @@ class Releases:
         await end_tasks(tasks)
 
     def release_unread(
-        self,
-        request: Request,
-        attempt: Attempt,
-        prompt: Prompt,
-        handover: Handover,
-        error: BaseException,
+        self, request: Request, attempt: Attempt, handover: Handover, error: BaseException
     ) -> None:
         """Release the blocks of a handover that ended in this error before decode read them."""
         if not self._transfer.released or not _are_held(request, handover, error):
             return
-        tried = attempt.avoided_decodes
-        if handover.decode is not None:
-            tried = (*tried, handover.decode)
+        tried = attempt.tried_decodes
         # The instance that received the request, or another one if that failed.
         instance = tried[-1] if tried else None
         if isinstance(error, ProxyError) or instance is None:
-            instance = self._decoders.choose_release_instance(tried, request) or instance
+            instance = self._choices.choose_release_instance(tried, request) or instance
         if instance is not None:
-            body = with_params(prompt.body, handover.params)
+            body = with_params(attempt.prompt.body, handover.params)
             task = asyncio.create_task(self._release(instance, body, request))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)

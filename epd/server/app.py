@@ -43,7 +43,7 @@ from epd.observe.logs import LogObserver, hide_locals
 from epd.observe.metrics import MetricsObserver, watched
 from epd.observe.tracing import tracing
 from epd.observe.worker_metrics import WorkerMetrics
-from epd.request.decoders import Decoders
+from epd.request.choices import Choices
 from epd.request.encode import Encoder
 from epd.request.item_tokens import TokenCounts
 from epd.request.kv_peers import PeerRegistry
@@ -195,7 +195,7 @@ async def build_components(
                 stages := Stages(upstream),
                 transfer,
                 fatal,
-                decoders := Decoders(table, Picker(upstream), recent),
+                choices := Choices(table, Picker(upstream), recent),
             )
         ) as releases,
     ):
@@ -203,14 +203,12 @@ async def build_components(
         readbacks = Readbacks(table, stages, transfer, conversations)
         prefill_decode = PrefillDecodeStages(
             table,
-            Choice(table, Role.PREFILL),
+            choices,
             stages,
             transfer,
             peers,
-            decoders,
             readbacks,
             fatal,
-            recent,
         )
         ec_transfer = EC_TRANSFERS[config.ec_transfer]
         by_content = "content" in {config.prefill_balance, config.decode_balance}
@@ -221,11 +219,12 @@ async def build_components(
             media,
             keys,
             ec_transfer,
+            transfer,
             _encoder(table, namespaces, stages, ec_transfer, fatal, cache),
             prefill_decode,
             # Only instances of a store have namespaces.
             namespaces if ec_transfer.pushed or cache is not None else None,
-            decoders,
+            choices,
             releases,
             fatal,
             Quarantine(fatal),

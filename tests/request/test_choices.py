@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 import epd
-from epd.policies.plan import Course, DecodeFrom, Facts
-from epd.request.decoders import Decoders
+from epd.policies.plan import Course, DecodeFrom
+from epd.request.choices import Choices
 from epd.request.recovery import Attempt
 from epd.request.request import Request
 from epd.routing.instances import Instance, Role
@@ -36,9 +36,8 @@ async def test_host_and_port_are_enough_for_instances_with_and_without_tls(
         encode_servers_urls=(), decode_servers_urls=("http://d:1", "https://d:2")
     )
     picker: Any = Picker(named)
-    decoders = Decoders(InstanceTable([PLAIN, TLS]), picker, RecentItems())
+    choices = Choices(InstanceTable([PLAIN, TLS]), picker, RecentItems())
     course = Course(encode=False, prefill=False, decode_from=decode_from, decode_choice="late")
-    facts = Facts("/v1/completions", prefills=True, items=0, roles=frozenset({Role.DECODE}))
     request = Request("r", {}, config, client_headers={config.decode_header: named})
 
-    assert await decoders.pick_instance(request, Attempt(course, facts)) == instance
+    assert await choices.choose_decode(request, Attempt(course)) == instance

@@ -1,10 +1,10 @@
-"""Choice of the decode instance: by the instance table, the client's header, or a picker."""
+"""Choice of the prefill and the decode instance: by the table, the client's header, or a picker."""
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from typing import Literal
 
 from epd.errors import BadRequest, NoInstance, ProxyError, RequestRefused
-from epd.policies.plan import Course
 from epd.request.picker import Picker
 from epd.request.recovery import Attempt
 from epd.request.request import Request
@@ -21,8 +21,8 @@ NAMED = re.compile(r"https?://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]+)?")
 parsers could read in two ways."""
 
 
-class Decoders:
-    """Choice of the decode instance of each request.
+class Choices:
+    """Choice of the prefill and the decode instance of each attempt.
 
     An instance that a client or a picker names must be in the table, or on a host of
     `--decode-hosts`: a client must not make the proxy connect to an arbitrary host.
@@ -33,8 +33,64 @@ class Decoders:
         self._table = table
         self._picker = picker
         self._recent = recent
-        self._choice = Choice(table, *ANSWERING)
+        self._prefills = Choice(table, Role.PREFILL)
+        self._decodes = Choice(table, *ANSWERING)
         self._complaint = StateLog("the endpoint picker cannot be used", "the proxy chooses")
+
+    def has_untried_prefill(self, attempt: Attempt) -> bool:
+        """Return whether there is an eligible prefill instance that has not had the request."""
+        local = attempt.course.prefill_url is not None
+        return not local and self._prefills.has_untried(attempt.tried_prefills)
+
+    def has_untried_decode(self, attempt: Attempt) -> bool:
+        """Return whether there is an eligible decode instance that has not had the request.
+
+        A client's choice is not replaced. A picker may name instances outside the table.
+        """
+        source = attempt.course.decode_from
+        if source == "header":
+            return False
+        return source == "picker" or self._decodes.has_untried(attempt.tried_decodes)
+
+    def choose_prefill(self, request: Request, attempt: Attempt, prefix: Prefix) -> Instance:
+        """Return the prefill instance beside the proxy, or the best one of the table.
+
+        Raises:
+            NoInstance: there is none.
+        """
+        if (url := attempt.course.prefill_url) is None:
+            return self._best("prefill", request, attempt, prefix, encodes=True)
+        if (local := self._table.find_instance(url, Role.PREFILL)) is not None:
+            return local
+        raise NoInstance(
+            "the prefill instance beside the proxy is not in the instance table; register it",
+            slug="no_prefill",
+            stage="prefill",
+        )
+
+    async def choose_decode(
+        self,
+        request: Request,
+        attempt: Attempt,
+        prefix: Prefix = NO_PREFIX,
+        prefill: Instance | None = None,
+    ) -> Instance:
+        """Return the decode instance, if possible one that has not been tried.
+
+        `prefix` is the content of the prompt; without a prefill instance, decode computes it.
+
+        Raises:
+            NoInstance: there is no decode instance.
+            ProxyError: as `named_by_client`.
+        """
+        named: Instance | None = None
+        if attempt.course.decode_from == "header":
+            named = self.named_by_client(request)
+        elif attempt.course.decode_from == "picker":
+            named = await self._picked(request, attempt, prefill)
+        if named is not None:
+            return named
+        return self._best("decode", request, attempt, prefix, encodes=prefill is None)
 
     def named_by_client(self, request: Request) -> Instance | None:
         """Return the decode instance that the client's header names; None without the header.
@@ -68,41 +124,50 @@ class Decoders:
             )
         return found
 
-    async def pick_instance(
+    def choose_release_instance(
+        self, tried: Sequence[Instance], request: Request
+    ) -> Instance | None:
+        """Return an untried instance of the table to release KV blocks; None if there is none."""
+        if not self._decodes.has_untried(tried):
+            return None
+        return self._decodes.best_instance(tried, balance=request.config.decode_balance)
+
+    def _best(
         self,
+        stage: Literal["prefill", "decode"],
         request: Request,
         attempt: Attempt,
-        prefix: Prefix = NO_PREFIX,
-        prefill: Instance | None = None,
+        prefix: Prefix,
+        *,
+        encodes: bool,
     ) -> Instance:
-        """Return the decode instance, if possible one that has not been tried.
+        """Return the best instance of the table for a stage, which may encode the items too.
 
-        `prefix` is the content of the prompt; without a prefill instance, decode computes it.
-
-        Raises:
-            NoInstance: there is no decode instance.
-            ProxyError: as `named_by_client`.
+        It is preferably that of the previous turn, or else one that has used the same items.
         """
-        named: Instance | None = None
-        if attempt.course.decode_from == "header":
-            named = self.named_by_client(request)
-        elif attempt.course.decode_from == "picker":
-            named = await self._picked(request, attempt, prefill)
-        if named is not None:
-            return named
-        prefer = None if request.turn is None else request.turn.prefers_decode
-        encodes = attempt.course.local and prefill is None
-        attracted = encodes and request.config.decode_balance not in BY_CONTENT
+        config, prefer = request.config, None
+        before = None if request.turn is None else request.turn.before
+        if stage == "prefill":
+            choice, tried, balance = (
+                self._prefills,
+                attempt.avoided_prefills,
+                config.prefill_balance,
+            )
+            prefer = None if before is None else before.prefill
+        else:
+            choice, tried, balance = self._decodes, attempt.avoided_decodes, config.decode_balance
+            prefer = None if before is None else before.decode
+        attracted = encodes and attempt.course.local and balance not in BY_CONTENT
         items = [item.identity for item in request.items] if attracted else []
         if items:
             prefer = prefer or self._recent.nearest_url(items)
         instance = request.watched.choose_instance(
-            "decode",
-            lambda fits: self._choice.best_instance(
-                attempt.avoided_decodes,
-                balance=request.config.decode_balance,
+            stage,
+            lambda fits: choice.best_instance(
+                tried,
+                balance=balance,
                 session=request.session,
-                prefix=prefix if request.config.decode_balance == "content" else NO_PREFIX,
+                prefix=prefix if balance == "content" else NO_PREFIX,
                 prefer=prefer,
                 fits=fits,
             ),
@@ -110,23 +175,6 @@ class Decoders:
         if items:
             self._recent.record(items, instance.url)
         return instance
-
-    def has_untried(self, course: Course, tried: Collection[Instance]) -> bool:
-        """Return whether there is an eligible instance that has not been tried.
-
-        A client's choice is not replaced. A picker may name instances outside the table.
-        """
-        if course.decode_from == "header":
-            return False
-        return course.decode_from == "picker" or self._choice.has_untried(tried)
-
-    def choose_release_instance(
-        self, tried: Collection[Instance], request: Request
-    ) -> Instance | None:
-        """Return an untried instance of the table to release KV blocks; None if there is none."""
-        if not self._choice.has_untried(tried):
-            return None
-        return self._choice.best_instance(tried, balance=request.config.decode_balance)
 
     async def _picked(
         self, request: Request, attempt: Attempt, prefill: Instance | None
@@ -139,7 +187,7 @@ class Decoders:
         usable = [candidate.instance for candidate in self._table.usable_candidates(*ANSWERING)]
         tried = attempt.avoided_decodes
         try:
-            named = await self._picker.ask_picker(attempt.facts, request, prefill, usable, tried)
+            named = await self._picker.ask_picker(request, prefill, usable, tried)
             found = self._at(named, request.config.decode_hosts)
         except ProxyError as error:
             reason = error.message
@@ -148,7 +196,7 @@ class Decoders:
         else:
             if found is not None:
                 self._complaint.record_success()
-                return None if found in tried and self._choice.has_untried(tried) else found
+                return None if found in tried and self._decodes.has_untried(tried) else found
             reason = "it names neither a decode instance of this proxy nor a host of --decode-hosts"
         self._complaint.record_failure(reason)
         if usable:
