@@ -75,7 +75,7 @@ def _are_held(request: Request, handover: Handover, error: BaseException) -> boo
     """
     if not handover.prefilled or handover.params is None or handover.accepted:
         return False
-    if request.watched.deaths is not None:
+    if request.watched.deaths.count:
         return False
     if request.media.given_up and request.record.media.get("raw"):
         return False
