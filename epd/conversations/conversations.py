@@ -5,7 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import replace
-from typing import Literal, Self, TypeVar
+from typing import Literal, Self, TypeVar, get_args
 
 import structlog
 
@@ -43,7 +43,7 @@ prompt does not begin with its tokens, or that is unknown. `failed`: prefill cou
 blocks. `rested`: prefill was not asked, because of an earlier failure. `unknown`: the store did not
 answer."""
 
-RESULTS: tuple[Result, ...] = ("hit", "miss", "stale", "changed", "failed", "rested", "unknown")
+RESULTS: tuple[Result, ...] = get_args(Result)
 
 
 def warn_of(config: TransferSettings) -> None:

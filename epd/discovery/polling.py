@@ -118,26 +118,29 @@ class _MetricsPage(NamedTuple):
     writes_outputs: bool
 
 
-def poll_metrics(  # noqa: PLR0913, PLR0917 - its collaborators
+def poll_metrics(  # noqa: PLR0913 - its collaborators
     table: InstanceTable,
     namespaces: Namespaces,
     upstream: Upstream,
     config: ConfigFields,
     background: Background,
-    compared: Callable[[], bool] = lambda: False,
+    *,
+    compares: bool = False,
 ) -> AbstractAsyncContextManager[None]:
     """Ask for metrics in the background, every `load_interval_s`, until the context exits.
 
-    All instances are asked if they have namespaces in a store, or if `compared` returns that loads
-    of different roles are compared. Encode instances in turns need no load otherwise.
+    All instances are asked if they have namespaces in a store, or if a policy `compares` loads
+    of different roles. Encode instances in turns need no load otherwise.
     """
     if not (interval_s := config.load_interval_s):
         return nullcontext()
-    balanced = set(Role) - ({Role.ENCODE} if config.encode_balance == "round_robin" else set())
+    every = compares or config.ec_store is not None
+    roles = list(Role)
+    if config.encode_balance == "round_robin" and not every:
+        roles.remove(Role.ENCODE)
 
     def due_instances() -> list[Instance]:
-        every = compared() or config.ec_store is not None
-        return table.reports_due(list(Role) if every else balanced, interval_s, single=every)
+        return table.reports_due(roles, interval_s, single=every)
 
     async def ask_page(instance: Instance) -> _MetricsPage | None:
         page = await _page(instance, upstream, config.health_timeout_s)

@@ -1,6 +1,6 @@
 """Pipeline of a request: encode, optional prefill, decode; retried until its answer has begun."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,7 +29,7 @@ from epd.routing.retries import Retries
 from epd.routing.table import InstanceTable, Reservation, Work
 from epd.transfer.ec import ECTransfer
 from epd.transfer.encoded import EncodedItem, Prompt
-from epd.transfer.kv import Handover, KVTransfer
+from epd.transfer.kv import Handover
 
 Coordinate = Callable[[Facts], tuple[str, Course] | None]
 """Returns the deciding policy and the course of a request; None if no policy decides."""
@@ -48,7 +48,6 @@ class Pipeline:
     _fetcher: MediaFetcher | None
     _keys: Keys
     _transfer: ECTransfer
-    _kv_transfer: KVTransfer
     _encoder: Encoder
     _prefill_decode: PrefillDecodeStages
     _namespaces: Namespaces | None
@@ -112,12 +111,8 @@ class Pipeline:
             and not self._table.has(Role.PREFILL)
         )
         first = await self._choose_early(request, attempt)
-        if request.items and not self._are_encoded(attempt, first):
-            job = self._encode_job(request, attempt, first)
-            with job.consumer_reservation or nullcontext():
-                encoded_items = await self._encoder.encode(job, claims)
-                await self._remember_names(request, attempt, encoded_items)
-            attempt.encoded_items, attempt.namespace = encoded_items, job.namespace
+        if request.items:
+            await self._encode_items(request, attempt, first, claims)
         prompt = attempt.prompt = self._prompt(request, attempt)
         first = first or await stages.choose_first(request, attempt, prompt.prefix)
         attempt.first = first
@@ -125,9 +120,8 @@ class Pipeline:
             return await stages.decode(request, attempt, first.instance, first.rank)
         request_id = request.child_id() if attempt.resent else request.id
         handover = attempt.handover = Handover(request_id, first.instance, first.rank)
-        await stages.prepare(request, attempt, handover)
+        at_once = await stages.prepare(request, attempt, handover)
         try:
-            at_once = self._kv_transfer.decode_concurrent(handover)
             if not at_once:
                 await stages.prefill(request, attempt, handover)
             decode = handover.decode = handover.decode or await self._choices.choose_decode(
@@ -220,25 +214,25 @@ class Pipeline:
         prefix = request_prefix(request) if self._by_content else NO_PREFIX
         return await self._prefill_decode.choose_first(request, attempt, prefix)
 
-    def _are_encoded(self, attempt: Attempt, first: Reservation | None) -> bool:
-        """Return whether the encoder outputs of an earlier attempt are usable."""
-        usable = attempt.encoded_items is not None and not self._transfer.pushed
-        return usable and attempt.namespace == self._namespace(first)
-
-    def _encode_job(
-        self, request: Request, attempt: Attempt, first: Reservation | None
-    ) -> EncodeJob:
-        consumer = first if first is not None and first.instance.role in CONSUMERS else None
-        namespace = self._namespace(first)
-        return EncodeJob(request, attempt.course, consumer, namespace, attempt.reencode)
-
-    async def _remember_names(
-        self, request: Request, attempt: Attempt, encoded_items: Sequence[EncodedItem]
+    async def _encode_items(
+        self,
+        request: Request,
+        attempt: Attempt,
+        first: Reservation | None,
+        claims: ConsumerClaims | None,
     ) -> None:
-        """Remember the clients' names of the items, once for each request."""
-        if attempt.encoded_items is None:
-            named = [known for known in encoded_items if known.item.uuid is not None]
-            await self._keys.remember_names(request.body, named, request.tenant, request.config)
+        """Encode the items, unless encoder outputs of an earlier attempt are usable."""
+        before, namespace = attempt.encoded_items, self._namespace(first)
+        if before is not None and namespace == attempt.namespace and not self._transfer.pushed:
+            return
+        consumer = first if first is not None and first.instance.role in CONSUMERS else None
+        job = EncodeJob(request, attempt.course, consumer, namespace, attempt.reencode)
+        with consumer or nullcontext():
+            encoded_items = await self._encoder.encode(job, claims)
+            if before is None:
+                named = [known for known in encoded_items if known.item.uuid is not None]
+                await self._keys.remember_names(request.body, named, request.tenant, request.config)
+        attempt.encoded_items, attempt.namespace = encoded_items, namespace
 
     def _namespace(self, first: Reservation | None) -> str | None:
         """Return the namespace in which the consumer looks up outputs; None if unknown."""

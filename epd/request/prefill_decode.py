@@ -116,8 +116,10 @@ class PrefillDecodeStages:
         instance = await self._choices.choose_decode(request, attempt, prefix)
         return self._table.reserve_place(instance, prefix=_for_decode(request, prefix))
 
-    async def prepare(self, request: Request, attempt: Attempt, handover: Handover) -> None:
+    async def prepare(self, request: Request, attempt: Attempt, handover: Handover) -> bool:
         """Collect what prefill and decode need to know of each other.
+
+        Return whether they run at the same time.
 
         Raises:
             ProxyError: no instance is available, or a request to one failed.
@@ -137,6 +139,7 @@ class PrefillDecodeStages:
             )
         if self._peers is not None:
             handover.peer = await self._peers.params_for(handover)
+        return self._transfer.decode_concurrent(handover)
 
     async def prefill(self, request: Request, attempt: Attempt, handover: Handover) -> None:
         """Send the request to prefill. If decode is chosen already, reserve its place.

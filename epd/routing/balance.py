@@ -183,9 +183,7 @@ class Choice:
         return bool(self._untried(tried, fits))
 
     def _usable(self, fits: Callable[[Instance], bool] | None) -> Sequence[Candidate]:
-        usable = self._table.usable_candidates(*self.roles)
-        if fits is not None:
-            usable = [candidate for candidate in usable if fits(candidate.instance)]
+        usable = _fitting(self._table.usable_candidates(*self.roles), fits)
         if not usable:
             stage = self.roles[0]
             fitting = "" if fits is None else " with the namespace of the request's consumer"
@@ -201,11 +199,15 @@ class Choice:
         """
         usable = self._table.usable_candidates(*self.roles)
         for candidates in (usable, self._table.all(*self.roles)):
-            fresh = [
-                candidate
-                for candidate in candidates
-                if candidate.instance not in tried and (fits is None or fits(candidate.instance))
-            ]
-            if fresh:
-                return fresh
+            fresh = [candidate for candidate in candidates if candidate.instance not in tried]
+            if fitting := _fitting(fresh, fits):
+                return fitting
         return ()
+
+
+def _fitting(
+    candidates: Sequence[Candidate], fits: Callable[[Instance], bool] | None
+) -> Sequence[Candidate]:
+    if fits is None:
+        return candidates
+    return [candidate for candidate in candidates if fits(candidate.instance)]
