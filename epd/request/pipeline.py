@@ -8,7 +8,7 @@ from functools import partial
 from epd.api.prompts import BYTES_PER_TOKEN, prompt_tokens
 from epd.encoder_cache.consumer_claims import ConsumerClaims
 from epd.encoder_cache.keys import Keys
-from epd.errors import NoInstance, Overloaded, ProxyError
+from epd.errors import NoInstance, ProxyError
 from epd.media.fetch import MediaFetcher
 from epd.policies.plan import Course, Facts
 from epd.request.choices import Choices
@@ -79,15 +79,9 @@ class Pipeline:
                     try:
                         answer = await self._run_attempt(request, attempt, claims)
                     except ProxyError as error:
-                        request.media.memory.withdraw_offer()
                         following = self._next_attempt(request, attempt, error)
                         if following is None:
                             raise
-                        if request.media.given_up:
-                            raise Overloaded(
-                                "the request failed, and its media made room for other requests: "
-                                "send it again"
-                            ) from error
                         await tries.next_try(error)
                         attempt = following
                         request.record.add_retry()

@@ -66,17 +66,14 @@ class Releases:
 def _are_held(request: Request, handover: Handover, error: BaseException) -> bool:
     """Return whether prefill holds blocks, and decode can be asked to release them.
 
-    A release is skipped in four cases. If a decode instance may have died of the request, no other
+    A release is skipped in three cases. If a decode instance may have died of the request, no other
     one receives it, and the blocks stay until their lease expires. After a 500, decode's engine has
     notified prefill itself (after a 4xx it has not, because it rejected the request earlier). If
     decode has sent the head of its answer, aborting it notifies prefill, and a release would then
-    read blocks that prefill has freed. If the media of the decode request have made room for
-    others, it cannot be sent, and the blocks stay until their lease expires.
+    read blocks that prefill has freed.
     """
     if not handover.prefilled or handover.params is None or handover.accepted:
         return False
     if request.watched.deaths.count:
-        return False
-    if request.media.given_up and request.record.media.get("raw"):
         return False
     return not (isinstance(error, ProxyError) and (error.died or error.engine_failed))

@@ -9,10 +9,9 @@ import os
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING
 
-from epd.api.body import JSON, NO_CUTS, Cuts, Pieces
+from epd.api.body import JSON, Cuts
 from epd.api.chat import CHAT
 from epd.api.endpoint import Endpoint
 from epd.api.items import Body, MMItem
@@ -55,27 +54,10 @@ class CutMedia:
     Attributes:
         cuts: the media; they are put back into the bodies for instances.
         memory: counter of the bytes of the request in memory.
-        given_up: whether the media were freed for another request, which found no room. The proxy
-            then does not retry this one.
     """
 
     cuts: Cuts = field(default_factory=dict)
     memory: HeldBytes = field(default=HeldBytes())
-    given_up: bool = False
-
-    def offer(self, sent: Pieces = ()) -> None:
-        """Let another request that finds no room have the memory of the media.
-
-        Until the offer is withdrawn, no instance needs the media, except for a retry. `sent` is a
-        body with media that has been sent.
-        """
-        size = sum(map(len, self.cuts.values()))
-        self.memory.may_give_up(size, partial(self._give_up, sent))
-
-    def _give_up(self, sent: Pieces) -> None:
-        self.cuts, self.given_up = NO_CUTS, True
-        if isinstance(sent, list):  # the request in progress refers to it
-            sent.clear()
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
