@@ -12,7 +12,7 @@ from ec_store.bounded import BoundedDict
 from epd.aio import Background
 from epd.config.sections import ConfigFields
 from epd.errors import Overloaded, ProxyError
-from epd.routing.instances import Instance, Role
+from epd.routing.instances import Instance
 from epd.routing.namespaces import Namespaces
 from epd.routing.reports import Report, read_namespace, read_report, writes_outputs
 from epd.routing.table import InstanceTable
@@ -118,29 +118,19 @@ class _MetricsPage(NamedTuple):
     writes_outputs: bool
 
 
-def poll_metrics(  # noqa: PLR0913 - its collaborators
+def poll_metrics(
     table: InstanceTable,
     namespaces: Namespaces,
     upstream: Upstream,
     config: ConfigFields,
     background: Background,
-    *,
-    compares: bool = False,
 ) -> AbstractAsyncContextManager[None]:
-    """Ask for metrics in the background, every `load_interval_s`, until the context exits.
-
-    All instances are asked if they have namespaces in a store, or if a policy `compares` loads
-    of different roles. Encode instances in turns need no load otherwise.
-    """
+    """Ask for metrics in the background, every `load_interval_s`, until the context exits."""
     if not (interval_s := config.load_interval_s):
         return nullcontext()
-    every = compares or config.ec_store is not None
-    roles = list(Role)
-    if config.encode_balance == "round_robin" and not every:
-        roles.remove(Role.ENCODE)
 
     def due_instances() -> list[Instance]:
-        return table.reports_due(roles, interval_s, single=every)
+        return table.reports_due(interval_s)
 
     async def ask_page(instance: Instance) -> _MetricsPage | None:
         page = await _page(instance, upstream, config.health_timeout_s)

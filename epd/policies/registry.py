@@ -108,11 +108,6 @@ class Policies:
         by_kind = all(map(_decides_by_kind, policies.values()))
         self._courses: dict[Hashable, tuple[str, Course] | None] | None = {} if by_kind else None
 
-    @property
-    def compares_costs(self) -> bool:
-        """Whether a policy compares the load of instances of different roles."""
-        return any(hasattr(policy, "place_item") for policy in self._policies.values())
-
     def choose_policy(self, facts: Facts) -> tuple[str, Course] | None:
         """Return the first policy that applies to a request, with its course; None without one."""
         if self._courses is None:

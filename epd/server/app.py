@@ -219,11 +219,10 @@ async def _fleet(
     registry = Registry(table, config.instances, fits=transfer.accepts_instance, on_change=changed)
     fleet = _Fleet(table, Namespaces(table), transfer, make_checked_policies(config))
     sources = None if slot is None else slot.shared.sources
-    compares = fleet.policies.compares_costs
     async with (
         membership(config, registry, upstream, background, sources) as registrations,
         probe_periodically(table, upstream, config, background),
-        poll_metrics(table, fleet.namespaces, upstream, config, background, compares=compares),
+        poll_metrics(table, fleet.namespaces, upstream, config, background),
         _kv_events(table, config, background) as event_counts,
     ):
         app[TABLE], app[KV_TRANSFER] = table, transfer
