@@ -169,8 +169,6 @@ class ProxyConfig(ConfigFields):
 
     @model_validator(mode="after")
     def _check_policies(self) -> Self:
-        if self.decode_from == "picker" and self.decode_picker_url is None:
-            raise ValueError("--decode-from picker needs --decode-picker-url")
         make_checked_policies(self)
         return self
 
@@ -204,7 +202,7 @@ def make_checked_policies(config: ConfigFields) -> Policies:
     first = next(iter(config.prefill_servers_urls), None)
     local = config.local_prefill_url or first
     made = make_policies(config.policies, vars(config) | {"local_prefill_url": local})
-    policies = Policies(made, config.decode_from, config.decode_choice)
+    policies = Policies(made, config.decode_from)
     if not config.dynamic:
         if "prefill_local_decode_remote" in made and local not in config.prefill_servers_urls:
             raise ValueError(f"--local-prefill-url {local} must be one of --prefill-servers-urls")

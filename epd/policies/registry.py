@@ -13,7 +13,6 @@ from typing import Any
 from epd.policies.plan import (
     Cost,
     Course,
-    DecodeChoice,
     DecodeFrom,
     EncodeLocal,
     EncodePD,
@@ -98,12 +97,10 @@ class Policies:
         self,
         policies: Mapping[str, Policy],
         decode_from: DecodeFrom = "table",
-        decode_choice: DecodeChoice = "late",
     ) -> None:
-        """Set the policies by name, and the default choice of decode instances."""
+        """Set the policies by name, and the default origin of decode instances."""
         self._policies = policies
         self._decode_from: DecodeFrom = decode_from
-        self._decode_choice: DecodeChoice = decode_choice
         # Courses by kind of request, if no policy distinguishes requests of one kind.
         by_kind = all(map(_decides_by_kind, policies.values()))
         self._courses: dict[Hashable, tuple[str, Course] | None] | None = {} if by_kind else None
@@ -119,15 +116,12 @@ class Policies:
     def _decide(self, facts: Facts) -> tuple[str, Course] | None:
         seen = facts
         if self._decode_from != "table" and facts.roles.isdisjoint(ANSWERING):
-            # A client or a picker names decode instances, so the table may have none.
+            # A client names decode instances, so the table may have none.
             roles = facts.roles | {Role.DECODE}
             seen = replace(facts, roles=roles, measure=lambda: facts.prompt_tokens)
         for name, policy in self._policies.items():
             if (course := policy.course(seen)) is not None:
-                return name, course._replace(
-                    decode_from=course.decode_from or self._decode_from,
-                    decode_choice=course.decode_choice or self._decode_choice,
-                )
+                return name, course._replace(decode_from=course.decode_from or self._decode_from)
         return None
 
     def check_suited(self, roles: frozenset[Role], *, pushed: bool) -> None:

@@ -1,11 +1,10 @@
-"""Choice of the prefill and the decode instance: by the table, the client's header, or a picker."""
+"""Choice of the prefill and the decode instance: by the table, the client's header."""
 
 import re
 from collections.abc import Sequence
 from typing import Literal
 
-from epd.errors import BadRequest, NoInstance, ProxyError, RequestRefused
-from epd.request.picker import Picker
+from epd.errors import BadRequest, NoInstance, RequestRefused
 from epd.request.recovery import Attempt
 from epd.request.request import Request
 from epd.routing.balance import Choice
@@ -14,7 +13,6 @@ from epd.routing.prefix import NO_PREFIX, Prefix
 from epd.routing.recent_items import BY_CONTENT, RecentItems
 from epd.routing.table import InstanceTable
 from epd.routing.urls import is_allowed, service_url
-from epd.state_log import StateLog
 
 NAMED = re.compile(r"https?://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]+)?")
 """Valid URLs of an instance outside the table. A URL with a path is rejected, and so is a host that
@@ -24,18 +22,16 @@ parsers could read in two ways."""
 class Choices:
     """Choice of the prefill and the decode instance of each attempt.
 
-    An instance that a client or a picker names must be in the table, or on a host of
+    An instance that a client names must be in the table, or on a host of
     `--decode-hosts`: a client must not make the proxy connect to an arbitrary host.
     """
 
-    def __init__(self, table: InstanceTable, picker: Picker, recent: RecentItems) -> None:
-        """Choose from the table, or by the picker. `recent` tells where items were used last."""
+    def __init__(self, table: InstanceTable, recent: RecentItems) -> None:
+        """Choose from the table. `recent` tells where items were used last."""
         self._table = table
-        self._picker = picker
         self._recent = recent
         self._prefills = Choice(table, Role.PREFILL)
         self._decodes = Choice(table, *ANSWERING)
-        self._complaint = StateLog("the endpoint picker cannot be used", "the proxy chooses")
 
     def has_untried_prefill(self, attempt: Attempt) -> bool:
         """Return whether there is an eligible prefill instance that has not had the request."""
@@ -45,12 +41,10 @@ class Choices:
     def has_untried_decode(self, attempt: Attempt) -> bool:
         """Return whether there is an eligible decode instance that has not had the request.
 
-        A client's choice is not replaced. A picker may name instances outside the table.
+        A client's choice is not replaced.
         """
-        source = attempt.course.decode_from
-        if source == "header":
-            return False
-        return source == "picker" or self._decodes.has_untried(attempt.tried_decodes)
+        by_client = attempt.course.decode_from == "header"
+        return not by_client and self._decodes.has_untried(attempt.tried_decodes)
 
     def choose_prefill(self, request: Request, attempt: Attempt, prefix: Prefix) -> Instance:
         """Return the prefill instance beside the proxy, or the best one of the table.
@@ -68,7 +62,7 @@ class Choices:
             stage="prefill",
         )
 
-    async def choose_decode(
+    def choose_decode(
         self,
         request: Request,
         attempt: Attempt,
@@ -86,11 +80,7 @@ class Choices:
         named: Instance | None = None
         if attempt.course.decode_from == "header":
             named = self.named_by_client(request)
-        elif attempt.course.decode_from == "picker":
-            named = await self._picked(request, attempt, prefill)
-        if named is not None:
-            return named
-        return self._best("decode", request, attempt, prefix, encodes=prefill is None)
+        return named or self._best("decode", request, attempt, prefix, encodes=prefill is None)
 
     def named_by_client(self, request: Request) -> Instance | None:
         """Return the decode instance that the client's header names; None without the header.
@@ -175,35 +165,6 @@ class Choices:
         if items:
             self._recent.record(items, instance.url)
         return instance
-
-    async def _picked(
-        self, request: Request, attempt: Attempt, prefill: Instance | None
-    ) -> Instance | None:
-        """Return the picker's choice; None if it is unusable and the table has an instance.
-
-        Raises:
-            NoInstance: neither the picker nor the table has one.
-        """
-        usable = [candidate.instance for candidate in self._table.usable_candidates(*ANSWERING)]
-        tried = attempt.avoided_decodes
-        try:
-            named = await self._picker.ask_picker(request, prefill, usable, tried)
-            found = self._at(named, request.config.decode_hosts)
-        except ProxyError as error:
-            reason = error.message
-        except ValueError:
-            reason = "its answer has no valid URL of an instance"
-        else:
-            if found is not None:
-                self._complaint.record_success()
-                return None if found in tried and self._decodes.has_untried(tried) else found
-            reason = "it names neither a decode instance of this proxy nor a host of --decode-hosts"
-        self._complaint.record_failure(reason)
-        if usable:
-            return None
-        raise NoInstance(
-            "the endpoint picker names no decode instance, and the proxy has none", slug="no_decode"
-        )
 
     def _at(self, named: str, hosts: Sequence[str]) -> Instance | None:
         """Return the decode instance at `host:port` or a URL; None if it is not allowed.

@@ -118,7 +118,7 @@ class Pipeline:
         try:
             if not at_once:
                 await stages.prefill(request, attempt, handover)
-            decode = handover.decode = handover.decode or await self._choices.choose_decode(
+            decode = handover.decode = handover.decode or self._choices.choose_decode(
                 request, attempt, prompt.prefix, first.instance
             )
             if at_once:
@@ -192,8 +192,7 @@ class Pipeline:
         """Choose the instance that gets the prompt, if it must be known before the encode.
 
         It must in two cases: the transfer pushes outputs to it, or consumers have different
-        namespaces, so that an output is usable in only one of them. A decode instance consumes no
-        outputs, but a picker is asked only once for it.
+        namespaces, so that an output is usable in only one of them.
 
         Raises:
             ProxyError: no instance is available, or the choice failed.

@@ -113,7 +113,7 @@ class PrefillDecodeStages:
         if needs_prefill(request, attempt):
             instance = self._choices.choose_prefill(request, attempt, prefix)
             return self._table.reserve_place(instance, prefix=_for_prefill(request, prefix))
-        instance = await self._choices.choose_decode(request, attempt, prefix)
+        instance = self._choices.choose_decode(request, attempt, prefix)
         return self._table.reserve_place(instance, prefix=_for_decode(request, prefix))
 
     async def prepare(self, request: Request, attempt: Attempt, handover: Handover) -> bool:
@@ -133,8 +133,8 @@ class PrefillDecodeStages:
                 raise self._final_error(request, attempt, handover.prefill, error) from (
                     error.__cause__
                 )
-        if attempt.course.decode_choice == "early" or self._transfer.eager:
-            handover.decode = await self._choices.choose_decode(
+        if self._transfer.eager:
+            handover.decode = self._choices.choose_decode(
                 request, attempt, attempt.prompt.prefix, handover.prefill
             )
         if self._peers is not None:

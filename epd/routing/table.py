@@ -365,7 +365,7 @@ class InstanceTable:
         candidate = self._members.get(instance.key)
         if candidate is not None:
             return candidate.health, candidate.load
-        # Removed after it was chosen, or named by a client or a picker.
+        # Removed after it was chosen, or named by a client.
         health = self._new_health(lambda _: None)
         load = self._leaving.get(instance)
         if load is None:

@@ -51,7 +51,6 @@ from epd.request.item_tokens import TokenCounts
 from epd.request.kv_peers import PeerRegistry
 from epd.request.kv_readback import Readbacks
 from epd.request.model_names import ModelNames
-from epd.request.picker import Picker
 from epd.request.pipeline import Pipeline
 from epd.request.placement import Placement
 from epd.request.prefill_decode import PrefillDecodeStages
@@ -251,7 +250,7 @@ async def _pipeline(  # noqa: PLR0913, PLR0917 - its collaborators
     app[METRICS].add_source(partial(quarantine_metrics, fatal))
     app[MEDIA_KEYS] = keys = Keys(cache)
     stages = Stages(upstream)
-    choices = Choices(table, Picker(upstream), RecentItems())
+    choices = Choices(table, RecentItems())
     prefill_decode = PrefillDecodeStages(
         table,
         choices,

@@ -89,7 +89,7 @@ def test_short_prompts_and_texts_skip_prefill(
 ) -> None:
     said = course("pd_only", facts(EPD, items, tokens), **settings)
 
-    assert said == (Course(False, False, None, "table", "late") if skips else None)
+    assert said == (Course(False, False, None, "table") if skips else None)
 
 
 def test_requests_that_prefill_cannot_serve_skip_it() -> None:
@@ -111,10 +111,10 @@ def test_the_local_prefill_instance_is_the_only_one() -> None:
 def test_every_course_has_the_decode_settings(name: str) -> None:
     made = make_policies([name], SETTINGS)
     about = facts(E_PD if name == "encode_pd" else EPD, tokens=1)
-    decided = Policies(made, "header", "early").choose_policy(about)
+    decided = Policies(made, "header").choose_policy(about)
 
     assert decided is not None
-    assert (decided[1].decode_choice, decided[1].decode_from) == ("early", "header")
+    assert decided[1].decode_from == "header"
 
 
 @given(st.permutations(list(OWN)), SOME_FACTS)
@@ -231,7 +231,6 @@ def test_the_local_prefill_instance_is_the_first_one_by_default() -> None:
     [
         ({"policies": "nothing"}, "there is no policy 'nothing'"),
         ({"policies": "pd_only"}, "does nothing without"),
-        ({"decode_from": "picker"}, "needs --decode-picker-url"),
         ({"local_prefill_url": "http://x:1"}, "must be one of --prefill-servers-urls"),
         ({"decode_header": "a b"}, "is not the name of a header"),
         ({"skip_prefill_below_tokens": 2**31}, "less than or equal to 2147483647"),
@@ -356,7 +355,7 @@ def test_a_field_of_such_a_policy_has_the_setting_of_its_name(plugins: Path) -> 
     assert decided == ("encode_pd", COURSE)
 
 
-COURSE = Course(True, False, None, "table", "late")
+COURSE = Course(True, False, None, "table")
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,6 @@ OFF = {
     "epd/request/encode",
     "epd/request/kv_peers.py",
     "epd/request/kv_readback.py",
-    "epd/request/picker.py",
     "epd/request/prefix.py",
     "epd/request/request_media.py",
     "epd/routing/namespaces.py",
