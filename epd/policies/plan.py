@@ -109,7 +109,6 @@ class Course(NamedTuple):
         encode: whether its media go through the encode stage; else prefill or decode encode them.
         prefill: whether a prefill instance does prefill's part; else decode does both.
         prefill_url: URL of the only eligible prefill instance; None for any.
-        decode_from: origin of the decode instance's choice; None for the setting.
         items: decides which items the encode stage leaves to prefill or decode; None for none.
         local: whether prefill or decode encodes all items that are not in the store, and writes
             them to it.
@@ -118,7 +117,6 @@ class Course(NamedTuple):
     encode: bool = True
     prefill: bool = True
     prefill_url: str | None = None
-    decode_from: DecodeFrom | None = None
     items: ItemRule | None = None
     local: bool = False
 

@@ -98,7 +98,7 @@ class Policies:
         policies: Mapping[str, Policy],
         decode_from: DecodeFrom = "table",
     ) -> None:
-        """Set the policies by name, and the default origin of decode instances."""
+        """Set the policies by name, and the origin of decode instances."""
         self._policies = policies
         self._decode_from: DecodeFrom = decode_from
         # Courses by kind of request, if no policy distinguishes requests of one kind.
@@ -121,7 +121,7 @@ class Policies:
             seen = replace(facts, roles=roles, measure=lambda: facts.prompt_tokens)
         for name, policy in self._policies.items():
             if (course := policy.course(seen)) is not None:
-                return name, course._replace(decode_from=course.decode_from or self._decode_from)
+                return name, course
         return None
 
     def check_suited(self, roles: frozenset[Role], *, pushed: bool) -> None:

@@ -43,8 +43,7 @@ class Choices:
 
         A client's choice is not replaced.
         """
-        by_client = attempt.course.decode_from == "header"
-        return not by_client and self._decodes.has_untried(attempt.tried_decodes)
+        return attempt.named is None and self._decodes.has_untried(attempt.tried_decodes)
 
     def choose_prefill(self, request: Request, attempt: Attempt, prefix: Prefix) -> Instance:
         """Return the prefill instance beside the proxy, or the best one of the table.
@@ -75,20 +74,19 @@ class Choices:
 
         Raises:
             NoInstance: there is no decode instance.
-            ProxyError: as `named_by_client`.
         """
-        named: Instance | None = None
-        if attempt.course.decode_from == "header":
-            named = self.named_by_client(request)
-        return named or self._best("decode", request, attempt, prefix, encodes=prefill is None)
+        encodes = prefill is None
+        return attempt.named or self._best("decode", request, attempt, prefix, encodes=encodes)
 
     def named_by_client(self, request: Request) -> Instance | None:
-        """Return the decode instance that the client's header names; None without the header.
+        """Return the decode instance that the client's header names; None if it names none.
 
         Raises:
             BadRequest: the header's value is invalid.
             RequestRefused: 403, the named instance is not allowed.
         """
+        if request.config.decode_from != "header":
+            return None
         header = request.config.decode_header
         value = request.client_headers.get(header)
         if value is None:

@@ -68,7 +68,7 @@ class Pipeline:
             BadRequest: the request is invalid.
             ProxyError: a stage failed.
         """
-        attempt = Attempt(self._choose_course(request))
+        attempt = Attempt(self._choose_course(request), self._choices.named_by_client(request))
         if request.items:
             request = await keyed_request(request, self._keys, self._fetcher)
         self._fatal.check(request.watched, [item.identity for item in request.items])
@@ -162,13 +162,8 @@ class Pipeline:
     def _choose_course(self, request: Request) -> Course:
         """Return the course of a request, as the policies decide it.
 
-        Its decode instance comes from the client's header only if the client sent it. An invalid
-        header is rejected before any work for the request starts.
-
         Raises:
             NoInstance: no policy applies to the request.
-            BadRequest: the header's value is invalid.
-            RequestRefused: 403, the instance in the header is not allowed.
         """
         facts = Facts(
             request.endpoint.path,
@@ -184,8 +179,6 @@ class Pipeline:
             raise NoInstance("no policy decides where this request runs", slug="no_policy")
         policy, course = decided
         request.record.add_policy(policy)
-        if course.decode_from == "header" and self._choices.named_by_client(request) is None:
-            course = course._replace(decode_from="table")
         return course
 
     async def _choose_early(self, request: Request, attempt: Attempt) -> Reservation | None:

@@ -65,6 +65,7 @@ class Attempt:
     on, step by step.
 
     Attributes:
+        named: the decode instance that the client names; None for any.
         avoided_prefills: prefill instances to which any other is preferred: they were chosen
             before, and may be at fault.
         avoided_decodes: decode instances to which any other is preferred, for the same reason.
@@ -88,6 +89,7 @@ class Attempt:
     """
 
     course: Course
+    named: Instance | None = None
     avoided_prefills: tuple[Instance, ...] = ()
     avoided_decodes: tuple[Instance, ...] = ()
     failures: tuple[Stage, ...] = ()

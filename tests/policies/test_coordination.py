@@ -89,7 +89,7 @@ def test_short_prompts_and_texts_skip_prefill(
 ) -> None:
     said = course("pd_only", facts(EPD, items, tokens), **settings)
 
-    assert said == (Course(False, False, None, "table") if skips else None)
+    assert said == (Course(False, False) if skips else None)
 
 
 def test_requests_that_prefill_cannot_serve_skip_it() -> None:
@@ -105,16 +105,6 @@ def test_the_local_prefill_instance_is_the_only_one() -> None:
 
     assert said is not None
     assert said.prefill_url == "http://p:1"
-
-
-@pytest.mark.parametrize("name", OWN)
-def test_every_course_has_the_decode_settings(name: str) -> None:
-    made = make_policies([name], SETTINGS)
-    about = facts(E_PD if name == "encode_pd" else EPD, tokens=1)
-    decided = Policies(made, "header").choose_policy(about)
-
-    assert decided is not None
-    assert decided[1].decode_from == "header"
 
 
 @given(st.permutations(list(OWN)), SOME_FACTS)
@@ -355,7 +345,7 @@ def test_a_field_of_such_a_policy_has_the_setting_of_its_name(plugins: Path) -> 
     assert decided == ("encode_pd", COURSE)
 
 
-COURSE = Course(True, False, None, "table")
+COURSE = Course(True, False)
 
 
 @pytest.mark.parametrize(

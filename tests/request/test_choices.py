@@ -3,9 +3,7 @@
 import pytest
 
 import epd
-from epd.policies.plan import Course
 from epd.request.choices import Choices
-from epd.request.recovery import Attempt
 from epd.request.request import Request
 from epd.routing.instances import Instance, Role
 from epd.routing.recent_items import RecentItems
@@ -22,10 +20,11 @@ def test_host_and_port_are_enough_for_instances_with_and_without_tls(
     named: str, instance: Instance
 ) -> None:
     config = epd.ProxyConfig(
-        encode_servers_urls=(), decode_servers_urls=("http://d:1", "https://d:2")
+        encode_servers_urls=(),
+        decode_servers_urls=("http://d:1", "https://d:2"),
+        decode_from="header",
     )
     choices = Choices(InstanceTable([PLAIN, TLS]), RecentItems())
-    course = Course(encode=False, prefill=False, decode_from="header")
     request = Request("r", {}, config, client_headers={config.decode_header: named})
 
-    assert choices.choose_decode(request, Attempt(course)) == instance
+    assert choices.named_by_client(request) == instance
