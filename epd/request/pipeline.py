@@ -22,7 +22,7 @@ from epd.request.releases import Releases
 from epd.request.request import Request
 from epd.request.request_media import keyed_request, media_prompt
 from epd.routing.fatal import FatalRequests
-from epd.routing.instances import ANSWERING, CONSUMERS, Role
+from epd.routing.instances import ANSWERING, CONSUMERS, Instance, Role
 from epd.routing.namespaces import Namespaces
 from epd.routing.prefix import NO_PREFIX
 from epd.routing.retries import Retries
@@ -68,7 +68,8 @@ class Pipeline:
             BadRequest: the request is invalid.
             ProxyError: a stage failed.
         """
-        attempt = Attempt(self._choose_course(request), self._choices.named_by_client(request))
+        named = self._choices.named_by_client(request)
+        attempt = Attempt(self._choose_course(request, named), named)
         if request.items:
             request = await keyed_request(request, self._keys, self._fetcher)
         self._fatal.check(request.watched, [item.identity for item in request.items])
@@ -159,17 +160,20 @@ class Pipeline:
         await self._keys.remember_names(request.body, encoded_items, request.tenant, request.config)
         return encoded_items
 
-    def _choose_course(self, request: Request) -> Course:
+    def _choose_course(self, request: Request, named: Instance | None) -> Course:
         """Return the course of a request, as the policies decide it.
 
         Raises:
             NoInstance: no policy applies to the request.
         """
+        roles = self._table.roles
+        if named is not None and roles.isdisjoint(ANSWERING):
+            roles |= {Role.DECODE}
         facts = Facts(
             request.endpoint.path,
             request.endpoint.can_prefill(request.body),
             len(request.items),
-            self._table.roles,
+            roles,
             partial(prompt_tokens, request.body),
             request.client_headers,
         )
