@@ -128,7 +128,7 @@ class Choice:
         """Choose among the instances of these roles; the first role is the name of the stage."""
         self.roles = roles
         self._table = table
-        self._balances: dict[BalanceName | ItemBalanceName, Balance] = {}
+        self._balances = {name: make() for name, make in BALANCES.items()}
 
     def best_instance(  # noqa: PLR0913 - the inputs of a choice
         self,
@@ -172,8 +172,6 @@ class Choice:
                 for engine in candidate.load.engines
             }
             return instances[cheapest_engine([*instances], prefix)]
-        if balance not in self._balances:
-            self._balances[balance] = BALANCES[balance]()
         picked = self._balances[balance].pick_load(loads, session if balance == "session" else item)
         return candidates[loads.index(picked)].instance
 

@@ -83,7 +83,6 @@ class InFlight(Reservation):
     _begun_s: float = 0.0
     _answered: bool = False
     _computed: int = 0
-    _encodes: bool = False
     matched: int | None = None
     was_proven: bool = False
     began_failing: bool = False
@@ -99,9 +98,7 @@ class InFlight(Reservation):
         elif self._work.prompt_tokens:
             self._computed = self._work.prompt_tokens
             self._load.cache_of(self.rank).pending += self._computed
-        if self._work.encode_tokens:
-            self._encodes = True
-            self._load.encode.tokens += self._work.encode_tokens
+        self._load.encode.tokens += self._work.encode_tokens
         return self
 
     def record_answer(self) -> None:
@@ -118,9 +115,8 @@ class InFlight(Reservation):
         if self._computed:
             self._load.cache_of(self.rank).pending -= self._computed
             self._computed = 0
-        if self._encodes:
-            self._encodes = False
-            load, tokens = self._load, self._work.encode_tokens
+        if tokens := self._work.encode_tokens:
+            self._work, load = NO_WORK, self._load
             load.encode.tokens -= tokens
             if error is None and self.instance.role is Role.ENCODE:
                 load.encode.learn_answer(tokens, self._begun_s, load.under_way / load.value)
