@@ -96,6 +96,8 @@ def unreachable(stage: Stage) -> UpstreamUnreachable:
 DOUBTFUL = Attempt(Course(), avoided_decodes=(D2,), doubtful=D2, failures=("decode",))
 DOUBTFUL_PREFILL = Attempt(Course(), avoided_prefills=(P2,), doubtful=P2, failures=("prefill",))
 
+DIED_AT_PREFILL = UpstreamDied("x", stage="prefill")
+
 ROWS: list[tuple[int, FailedAttempt, dict[str, Any]]] = [
     (
         1,
@@ -245,6 +247,22 @@ ROWS: list[tuple[int, FailedAttempt, dict[str, Any]]] = [
         failure(failed("decode"), reads_back=True),
         {"avoided_decodes": (D1,), "failures": ("decode",)},
     ),
+    # An instance that was not reached has neither failed nor read blocks back.
+    (5, failure(unreachable("prefill"), reads_back=True), {}),
+    # The only prefill instance that died is asked again only if decode cannot prefill.
+    (5, failure(DIED_AT_PREFILL), {"failures": ("prefill",)}),
+    (5, failure(DIED_AT_PREFILL, others=False, local=False), {"failures": ("prefill",)}),
+    (
+        7,
+        failure(DIED_AT_PREFILL, others=False),
+        {"failures": ("prefill",), "without_prefill": True},
+    ),
+    # A request that a prefill instance had keeps its need of a new id.
+    (
+        5,
+        failure(failed("decode"), attempt=Attempt(Course(), resent=True)),
+        {"avoided_decodes": (D1,), "failures": ("decode",)},
+    ),
 ]
 
 
@@ -264,13 +282,6 @@ def test_a_row_makes_the_next_attempt(
     assert attempt == replace(case.attempt, **unsaid | changes)
 
 
-def test_an_instance_that_was_not_reached_has_not_read_blocks_back() -> None:
-    attempt = next_attempt(failure(unreachable("prefill"), reads_back=True))
-
-    assert attempt is not None
-    assert attempt.avoided_prefills == (P1,)
-
-
 def test_decode_prefills_before_unreachable_instances_use_up_all_attempts() -> None:
     attempt, chosen = failure(unreachable("prefill")).attempt, 0
     while not attempt.without_prefill:
@@ -281,14 +292,6 @@ def test_decode_prefills_before_unreachable_instances_use_up_all_attempts() -> N
         attempt = following
 
     assert chosen == MAX_ATTEMPTS - MAX_FAILURES
-
-
-def test_items_are_encoded_again_once() -> None:
-    """A consumer that expects a push depends on it after a second encode too."""
-    again = Attempt(Course(), reencode=True, failures=("prefill",))
-    case = failure(rejected(500), attempt=again, others=False)
-
-    assert next_attempt(case) is None
 
 
 def test_every_row_has_a_case() -> None:
@@ -358,55 +361,18 @@ def test_every_row_has_a_case() -> None:
         failure(rejected(500), depends=False, others=False),
         failure(rejected(500), attempt=Attempt(Course(), reencode=True, failures=("decode",))),
         failure(failed("prefill"), attempt=Attempt(Course(), failures=("prefill",)), local=False),
+        # A consumer that expects a push depends on it after a second encode too.
+        failure(
+            rejected(500),
+            others=False,
+            attempt=Attempt(Course(), reencode=True, failures=("prefill",)),
+        ),
+        # Metadata that were refused stay refused if an item has no media.
+        failure(rejected(400), items=(EncodedItem(item(has_media=False), OutputFacts(), "hit"),)),
     ],
 )
 def test_the_client_gets_the_error(case: FailedAttempt) -> None:
     assert next_attempt(case) is None
-
-
-@pytest.mark.parametrize("resent", [False, True])
-def test_a_request_gets_a_new_id_only_after_a_prefill_instance_had_it(resent: bool) -> None:
-    case = failure(failed("decode"), attempt=Attempt(Course(), resent=resent))
-    attempt = next_attempt(case)
-
-    assert attempt is not None
-    assert attempt.resent is resent
-
-
-def test_metadata_that_were_refused_stay_refused_without_the_media() -> None:
-    whole = EncodedItem(item(), OutputFacts(), "encoded")
-    bare = EncodedItem(item(has_media=False), OutputFacts(), "hit")
-
-    assert next_attempt(failure(rejected(400), items=(whole, bare))) is None
-    assert next_attempt(failure(rejected(400), items=(whole, whole))) is not None
-
-
-@pytest.mark.parametrize(
-    ("others", "local", "without_prefill"), [(True, True, False), (False, True, True)]
-)
-def test_the_only_prefill_instance_that_died_is_not_asked_again_if_decode_can_prefill(
-    others: bool, local: bool, without_prefill: bool
-) -> None:
-    died = UpstreamDied("x", stage="prefill")
-    attempt = next_attempt(failure(died, others=others, local=local))
-
-    assert attempt is not None
-    assert attempt.without_prefill is without_prefill
-
-
-def test_the_only_prefill_instance_that_died_is_asked_again_if_decode_cannot_prefill() -> None:
-    died = UpstreamDied("x", stage="prefill")
-    attempt = next_attempt(failure(died, others=False, local=False))
-
-    assert attempt is not None
-    assert not attempt.without_prefill
-
-
-def test_an_instance_that_was_not_reached_has_not_failed() -> None:
-    attempt = next_attempt(failure(unreachable("prefill")))
-
-    assert attempt is not None
-    assert (attempt.avoided_prefills, attempt.failures) == ((P1,), ())
 
 
 @pytest.mark.parametrize("known", [None, (EncodedItem(item(), OutputFacts(), "encoded"),)])
