@@ -70,9 +70,7 @@ class Pipeline:
         """
         named = self._choices.named_by_client(request)
         attempt = Attempt(self._choose_course(request, named), named)
-        if request.items:
-            request = await keyed_request(request, self._keys, self._fetcher)
-        self._fatal.check(request.watched, [item.identity for item in request.items])
+        request = await self._keyed(request)
         async with self._quarantine.context_for(request.watched):
             claims = self._encoder.consumer_claims() if attempt.course.local else None
             with claims or nullcontext(), self._retries.tries(MAX_ATTEMPTS) as tries:
@@ -151,14 +149,23 @@ class Pipeline:
             BadRequest: an item is invalid.
             ProxyError: an item failed.
         """
-        if request.items:
-            request = await keyed_request(request, self._keys, self._fetcher)
-        self._fatal.check(request.watched, [item.identity for item in request.items])
+        request = await self._keyed(request)
         job = EncodeJob(request, namespace=self._namespace(None))
         async with self._quarantine.context_for(request.watched):
             encoded_items = await self._encoder.encode(job)
         await self._keys.remember_names(request.body, encoded_items, request.tenant, request.config)
         return encoded_items
+
+    async def _keyed(self, request: Request) -> Request:
+        """Return the request with its items' keys. It, and they, must not have ended instances.
+
+        Raises:
+            ProxyError: an item is invalid, or its fetch failed; or the request is rejected.
+        """
+        if request.items:
+            request = await keyed_request(request, self._keys, self._fetcher)
+        self._fatal.check(request.watched, [item.identity for item in request.items])
+        return request
 
     def _choose_course(self, request: Request, named: Instance | None) -> Course:
         """Return the course of a request, as the policies decide it.

@@ -47,19 +47,6 @@ def _hex(size_bytes: int) -> str:
     return f"{_NUMBERS.getrandbits(8 * size_bytes):0{2 * size_bytes}x}"
 
 
-@dataclass(slots=True, eq=False)
-class CutMedia:
-    """Media of one request in memory, cut out of its body.
-
-    Attributes:
-        cuts: the media; they are put back into the bodies for instances.
-        memory: counter of the bytes of the request in memory.
-    """
-
-    cuts: Cuts = field(default_factory=dict)
-    memory: HeldBytes = field(default=HeldBytes())
-
-
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Request:
     """A client's request, made once its body is read.
@@ -77,7 +64,8 @@ class Request:
         client_headers: all headers of the client, case-insensitive.
         session: affinity key shared with related requests; empty for none.
         turn: the conversation turn; None for a request outside a conversation.
-        media: its media in memory.
+        cuts: media cut out of its body; they are put back into the bodies for instances.
+        memory: counter of its bytes in memory.
         record: record of its progress.
         watched: its state for counting deaths of instances.
         doubts: its 500s.
@@ -95,7 +83,8 @@ class Request:
     client_headers: Mapping[str, str] = field(default_factory=dict)
     session: str = ""
     turn: Turn | None = None
-    media: CutMedia = field(default_factory=CutMedia)
+    cuts: Cuts = field(default_factory=dict)
+    memory: HeldBytes = field(default_factory=HeldBytes)
     record: Recorder = field(default_factory=lambda: Recorder("", "POST", ""))
     watched: Watched = field(default_factory=Watched)
     doubts: Doubts = field(default_factory=Doubts)

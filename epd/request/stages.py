@@ -102,7 +102,7 @@ class Stages:
                         instance.url + CHAT.path,
                         stage="encode",
                         headers=headers,
-                        body=encode_json(sent, request.media.cuts),
+                        body=encode_json(sent, request.cuts),
                         timeout_s=until_s - clock(),
                     )
                     other = forms.next_form(instance, sent, answer.status, system=system)
@@ -142,7 +142,7 @@ class Stages:
                 headers=request.headers_for(
                     handover.request_id, timed.span, handover.prefill_rank, mark=prompt.mark
                 ),
-                body=endpoint.encode_body(body, request.media.cuts),
+                body=endpoint.encode_body(body, request.cuts),
                 timeout_s=request.config.prefill_timeout_s,
             )
             timed.record_status(answer.status)
@@ -187,7 +187,7 @@ class Stages:
                 instance.url + endpoint.path,
                 stage="decode",
                 headers=headers,
-                body=endpoint.encode_body(body, request.media.cuts),
+                body=endpoint.encode_body(body, request.cuts),
                 head_timeout_s=(
                     config.first_byte_timeout_s if streams else config.request_timeout_s
                 ),
@@ -229,7 +229,7 @@ class Stages:
             instance.url + "/tokenize",
             stage="prefill",
             headers=request.headers_for(request.child_id()),
-            body=encode_json(question, request.media.cuts),
+            body=encode_json(question, request.cuts),
             timeout_s=QUESTION_TIMEOUT_S,
         )
         match json_or_none(answer.body) if answer.ok else None:
@@ -270,7 +270,7 @@ class Stages:
                 stage="release",
                 headers=request.headers_for(request.child_id(), timed.span),
                 body=endpoint.encode_body(
-                    endpoint.release(_for_role(body, instance)), request.media.cuts
+                    endpoint.release(_for_role(body, instance)), request.cuts
                 ),
                 head_timeout_s=RELEASE_TIMEOUT_S,
             )
@@ -304,7 +304,7 @@ async def _read_held(reply: Reply, request: Request) -> None:
     Raises:
         ProxyError: the answer was cut off, or a turn's is too large (502) or has no room (503).
     """
-    turn, memory, size = request.turn, request.media.memory, 0
+    turn, memory, size = request.turn, request.memory, 0
     always_whole = turn is not None and turn.heard is not None
 
     def may_hold(more: int) -> bool:
