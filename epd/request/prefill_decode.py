@@ -127,7 +127,7 @@ class PrefillDecodeStages:
         if request.turn is not None:
             try:
                 handover.earlier = await self._readbacks.previous_params(
-                    request, request.turn, attempt.prompt, handover.prefill
+                    request, request.turn, attempt, handover.prefill
                 )
             except UpstreamDied as error:
                 raise self._final_error(request, attempt, handover.prefill, error) from (
@@ -198,7 +198,7 @@ class PrefillDecodeStages:
             using,
             self._fatal,
             request.watched,
-            prompt.local_identities,
+            attempt.local_identities,
         )
 
     async def prefill_and_decode(
@@ -258,7 +258,7 @@ class PrefillDecodeStages:
         self, request: Request, attempt: Attempt, instance: Instance, error: ProxyError
     ) -> ProxyError:
         """Return the final error of an attempt, after counting a death of its instance."""
-        items = attempt.prompt.local_identities
+        items = attempt.local_identities
         return self._fatal.final_error(error, instance, request.watched, items)
 
 

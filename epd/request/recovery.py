@@ -106,6 +106,12 @@ class Attempt:
     handover: Handover | None = field(default=None, init=False)
 
     @property
+    def local_identities(self) -> Sequence[str]:
+        """Identities of the items that prefill or decode encode themselves."""
+        items = self.encoded_items or ()
+        return [known.item.identity for known in items if known.result == "local"]
+
+    @property
     def tried_prefills(self) -> tuple[Instance, ...]:
         """The avoided prefill instances, and the one that was chosen."""
         chosen = () if self.handover is None else (self.handover.prefill,)
