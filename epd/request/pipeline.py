@@ -1,6 +1,6 @@
 """Pipeline of a request: encode, optional prefill, decode; retried until its answer has begun."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -104,8 +104,12 @@ class Pipeline:
             and not self._table.has(Role.PREFILL)
         )
         first = await self._choose_early(request, attempt)
-        if request.items:
-            await self._encode_items(request, attempt, first, claims)
+        if (job := self._encode_job(request, attempt, first)) is not None:
+            with job.consumer_reservation or nullcontext():
+                encoded_items = await self._encoder.encode(job, claims)
+                if attempt.encoded_items is None:
+                    await self._remember_names(request, encoded_items)
+            attempt.encoded_items, attempt.namespace = encoded_items, job.namespace
         prompt = attempt.prompt = self._prompt(request, attempt)
         first = first or await stages.choose_first(request, attempt, prompt.prefix)
         attempt.first = first
@@ -211,25 +215,20 @@ class Pipeline:
         prefix = request_prefix(request) if self._by_content else NO_PREFIX
         return await self._prefill_decode.choose_first(request, attempt, prefix)
 
-    async def _encode_items(
-        self,
-        request: Request,
-        attempt: Attempt,
-        first: Reservation | None,
-        claims: ConsumerClaims | None,
-    ) -> None:
-        """Encode the items, unless encoder outputs of an earlier attempt are usable."""
-        before, namespace = attempt.encoded_items, self._namespace(first)
-        if before is not None and namespace == attempt.namespace and not self._transfer.pushed:
-            return
+    def _encode_job(
+        self, request: Request, attempt: Attempt, first: Reservation | None
+    ) -> EncodeJob | None:
+        """Return the items to encode; None if outputs of an earlier attempt are usable, or none."""
+        namespace = self._namespace(first)
+        usable = attempt.encoded_items is not None and not self._transfer.pushed
+        if not request.items or (usable and namespace == attempt.namespace):
+            return None
         consumer = first if first is not None and first.instance.role in CONSUMERS else None
-        job = EncodeJob(request, attempt.course, consumer, namespace, attempt.reencode)
-        with consumer or nullcontext():
-            encoded_items = await self._encoder.encode(job, claims)
-            if before is None:
-                named = [known for known in encoded_items if known.item.uuid is not None]
-                await self._keys.remember_names(request.body, named, request.tenant, request.config)
-        attempt.encoded_items, attempt.namespace = encoded_items, namespace
+        return EncodeJob(request, attempt.course, consumer, namespace, attempt.reencode)
+
+    async def _remember_names(self, request: Request, encoded_items: Sequence[EncodedItem]) -> None:
+        named = [known for known in encoded_items if known.item.uuid is not None]
+        await self._keys.remember_names(request.body, named, request.tenant, request.config)
 
     def _namespace(self, first: Reservation | None) -> str | None:
         """Return the namespace in which the consumer looks up outputs; None if unknown."""
