@@ -1,7 +1,6 @@
-"""Costs and accuracy of `epd observe`.
+"""Costs of `epd observe`.
 
     python scripts/bench_observe.py cpu        # CPU of a request with a picture of 1 MB
-    python scripts/bench_observe.py accuracy   # predicted hit rates beside real caches
     python scripts/bench_observe.py memory     # bytes of the counts after a million items
 
 `cpu` compares the relay with a bare relay of aiohttp that decodes the picture and computes one
@@ -15,15 +14,12 @@ import asyncio
 import base64
 import hashlib
 import json
-import math
 import os
 import random
 import statistics
 import sys
 import tracemalloc
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterator
-from itertools import count
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import aiohttp
@@ -31,13 +27,11 @@ import orjson
 from aiohttp import web
 from aiohttp.test_utils import unused_port
 
-from epd.tools.observe.reuse import ReuseDistances
+from epd.tools.observe.lru_cache import LruCache
 
 PICTURE_BYTES = 1_000_000
 CHAT = "/v1/chat/completions"
 CLOCK = os.sysconf("SC_CLK_TCK")
-
-Trace = list[tuple[int, float]]
 
 
 async def answer(request: web.Request) -> web.Response:
@@ -145,78 +139,14 @@ async def wait_for(http: aiohttp.ClientSession, url: str) -> None:
             await asyncio.sleep(0.05)
 
 
-def traces(references: int, seed: int) -> Iterator[tuple[str, Trace]]:
-    """Yield traces of items with sizes: a pool, windows of conversations, many one-offs."""
-    numbers, unique = random.Random(seed), count(10**6)
-    sizes = [numbers.uniform(0.5, 3) for _ in range(4000)]
-    pool = (numbers.randrange(2000) for _ in range(references))
-    yield "pool", [(item, sizes[item]) for item in pool]
-
-    def one_size(item: int) -> float:
-        return 1 + item * 7919 % 100 / 50
-
-    windows = [[next(unique) for _ in range(5)] for _ in range(300)]
-    window: Trace = []
-    while len(window) < references:
-        items = numbers.choice(windows)
-        fresh = 5 if numbers.random() < 1 / 8 else 1
-        items[:] = items[fresh:] + [next(unique) for _ in range(fresh)]
-        window += ((item, one_size(item)) for item in items)
-    yield "window", window
-    one_offs: Trace = []
-    for _ in range(references):
-        if numbers.random() < 0.6:  # noqa: PLR2004
-            item = next(unique)
-            one_offs.append((item, one_size(item)))
-        else:
-            item = int(4000 * numbers.random() ** 3)
-            one_offs.append((item, sizes[item]))
-    yield "60 % one-offs", one_offs
-
-
-def lru_hits(trace: Trace, capacity: float) -> int:
-    """Return the hits of a least recently used cache of this capacity."""
-    cache, used, hits = OrderedDict[int, float](), 0.0, 0
-    for item, size in trace:
-        if item in cache:
-            hits += 1
-            cache.move_to_end(item)
-        else:
-            cache[item] = size
-            used += size
-        while used > capacity:
-            used -= cache.popitem(last=False)[1]
-    return hits
-
-
-def measure_accuracy(references: int) -> None:
-    """Print the largest errors of predicted hit rates, by the share of sampled items."""
-    for seed in range(3):
-        for name, trace in traces(references, seed):
-            total = sum(dict(trace).values())
-            stores = [total * part for part in (0.05, 0.1, 0.2, 0.3, 0.5, 0.7)]
-            real = {size: lru_hits(trace, size) / len(trace) for size in stores}
-            salt = random.Random(seed).getrandbits(64)
-            line = (
-                f"{name}, seed {seed}, real {min(real.values()):.2f} to {max(real.values()):.2f}:"
-            )
-            for share in (1.0, 0.1, 0.01):
-                distances = ReuseDistances(stores, share=share)
-                for item, size in trace:
-                    distances.refer(random.Random(item ^ salt).getrandbits(64), size)
-                errors = [abs(distances.hits(size) / len(trace) - real[size]) for size in stores]
-                line += f"  {share:.0%} sampled {max(errors):.4f}"
-            print(line)
-
-
 def measure_memory() -> None:
-    """Print the memory of the counts after 100 thousand, a million and ten million items."""
+    """Print the memory of a cache without a limit after 100 thousand and a million items."""
     numbers = random.Random(1)
     tracemalloc.start()
-    distances = ReuseDistances((1e9, math.inf))
-    for done in range(1, 10**7 + 1):
-        distances.refer(numbers.getrandbits(64), 1.0, (1, 0))
-        if done in {10**5, 10**6, 10**7}:
+    cache = LruCache()
+    for done in range(1, 10**6 + 1):
+        cache.refer(numbers.getrandbits(64), 1.0, (1, 0))
+        if done in {10**5, 10**6}:
             now, peak = tracemalloc.get_traced_memory()
             print(f"{done:,} items: {now / 1e6:.1f} MB, at most {peak / 1e6:.1f} MB")
 
@@ -224,17 +154,14 @@ def measure_memory() -> None:
 def main() -> None:
     """Run what the command line names."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("cpu", "accuracy", "memory", "server", "bare"))
+    parser.add_argument("what", choices=("cpu", "memory", "server", "bare"))
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--requests", type=int, default=100)
-    parser.add_argument("--references", type=int, default=20_000)
     parser.add_argument("--port", type=int)
     parser.add_argument("--server")
     flags = parser.parse_args()
     if flags.what == "cpu":
         asyncio.run(measure_cpu(flags.rounds, flags.requests))
-    elif flags.what == "accuracy":
-        measure_accuracy(flags.references)
     elif flags.what == "memory":
         measure_memory()
     elif flags.what == "server":

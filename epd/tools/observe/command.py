@@ -1,6 +1,7 @@
 """Command `epd observe`: its flags, and the life of the relay."""
 
 import asyncio
+import math
 import os
 import signal
 import sys
@@ -10,7 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import aiohttp
 import orjson
@@ -20,16 +20,14 @@ from pydantic import SecretStr
 
 from epd.edge.access import is_loopback
 from epd.parser import Commands, Parser
+from epd.tools.formats import admin_key, http_url
 from epd.tools.observe.counting import Counter, Traffic
 from epd.tools.observe.entry_sizes import EntrySizes, entry_sizes
+from epd.tools.observe.lru_cache import LruCache
 from epd.tools.observe.relay import Relay, Server, drop_added_headers
 from epd.tools.observe.report import GIB, as_markdown
-from epd.tools.observe.reuse import ReuseDistances
 from epd.tools.up.model_config import config_path, read_config
 from epd.upstream import KEEP_ALIVE_S
-
-KEYS = ("EPD_ADMIN_API_KEY", "ADMIN_API_KEY")
-"""Environment variables with the admin key, the same as for `epd serve`."""
 
 STORE_BYTES = tuple(size * GIB for size in (1, 4, 16, 64))
 STORE_ENTRIES = (100, 1_000, 10_000, 100_000)
@@ -110,7 +108,7 @@ def add_parser(commands: Commands) -> None:
 def _run(parser: Parser, model_config: str | None, **flags: Any) -> None:
     sizes = None if model_config is None else _entry_sizes(parser, model_config)
     stores = STORE_ENTRIES if sizes is None else STORE_BYTES
-    counter = Counter(Traffic(ReuseDistances((*stores, float("inf"))), sizes))
+    counter = Counter(Traffic([LruCache(size) for size in (*stores, math.inf)], sizes))
     try:
         uvloop.run(_relay(ObserveSettings(**flags), counter))
     except OSError as error:
@@ -150,7 +148,7 @@ async def _relay(settings: ObserveSettings, counter: Counter) -> None:
             counter,
             session,
             int(settings.max_body_mib * MIB),
-            admin_key=admin_key(),
+            admin_key=None if (key := admin_key()) is None else SecretStr(key),
             private=is_loopback(host),
             encode_ms=settings.encode_ms,
         )
@@ -183,18 +181,8 @@ async def _relay(settings: ObserveSettings, counter: Counter) -> None:
         await asyncio.to_thread(settings.report.write_bytes, content)
 
 
-def admin_key() -> SecretStr | None:
-    """Return the operator's key from the environment; None without one."""
-    key = next(filter(None, map(os.environ.get, KEYS)), None)
-    return None if key is None else SecretStr(key)
-
-
 def _urls(text: str) -> list[str]:
-    urls = [url.strip().rstrip("/") for url in text.split(",") if url.strip()]
-    for url in urls:
-        parts = urlsplit(url)
-        if parts.scheme not in {"http", "https"} or not parts.hostname:
-            raise ArgumentTypeError(f"{url!r} is not an http(s) URL")
+    urls = [http_url(url.strip()) for url in text.split(",") if url.strip()]
     if not urls:
         raise ArgumentTypeError("name at least one server")
     return urls

@@ -21,7 +21,7 @@ from epd.errors import ProxyError
 from epd.media.image_header import image_size
 from epd.media.parts import Inline, Remote, source
 from epd.tools.observe.entry_sizes import EntrySizes
-from epd.tools.observe.reuse import ReuseDistances
+from epd.tools.observe.lru_cache import LruCache, Origin
 
 MAX_TEXT_BYTES = 16 * 1024**2
 """Size of a body without its media above which it is not counted: the parser of its text holds the
@@ -55,22 +55,14 @@ class Kind:
     """Items of one modality.
 
     Attributes:
-        repeats: estimated number of items that came before.
+        repeats: number of items that came before.
         sent_bytes: bytes of the media in the requests, in base64.
     """
 
     items: int = 0
-    repeats: float = 0.0
+    repeats: int = 0
     sent_bytes: int = 0
     pixels: int = 0
-
-
-@dataclass(slots=True)
-class Savings:
-    """Bytes in requests, and pixels, of the sampled references that a cache would answer."""
-
-    sent_bytes: float = 0.0
-    pixels: float = 0.0
 
 
 @dataclass(slots=True)
@@ -78,19 +70,17 @@ class Traffic:
     """Counts of the requests of this run.
 
     Attributes:
-        distances: of the items, in bytes with `sizes`, else in entries.
+        caches: caches that are compared, the last one without a limit.
         sizes: rule for the sizes of entries; None to count entries.
         requests: requests with a body of an endpoint that may have media.
         with_media: those with media.
         unreadable: those that this project's parser rejects; they are not counted.
         unsized: items of an unknown size, which count as the mean of the others.
-        savings: what a cache would save, by its size.
-        same_conversation: estimated repeats within a conversation.
-        other_server: estimated repeats that went to another server than the time before.
-        sampled_repeats: estimated repeats, of which the last two are parts.
+        same_conversation: repeats within a conversation.
+        other_server: repeats that went to another server than the time before.
     """
 
-    distances: ReuseDistances
+    caches: Sequence[LruCache]
     sizes: EntrySizes | None = None
     key: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
     requests: int = 0
@@ -98,10 +88,8 @@ class Traffic:
     unreadable: int = 0
     unsized: int = 0
     kinds: dict[str, Kind] = field(default_factory=dict)
-    savings: dict[float, Savings] = field(default_factory=dict)
-    same_conversation: float = 0.0
-    other_server: float = 0.0
-    sampled_repeats: float = 0.0
+    same_conversation: int = 0
+    other_server: int = 0
     _sized_items: int = 0
     _sized_bytes: float = 0.0
 
@@ -124,28 +112,24 @@ class Traffic:
         for item, found in items:
             self._count_item(item, found, by_item[item], origin)
 
-    def _count_item(
-        self, item: MMItem, found: Any, item_hash: int, origin: tuple[int | None, int]
-    ) -> None:
+    def _count_item(self, item: MMItem, found: Any, item_hash: int, origin: Origin) -> None:
         kind = self.kinds.setdefault(item.modality, Kind())
         sent_bytes = len(found.base64) if isinstance(found, Inline) else 0
         pixels = _pixels(found) if item.modality == "image" and isinstance(found, Inline) else 0
         kind.items += 1
         kind.sent_bytes += sent_bytes
         kind.pixels += pixels
-        reference = self.distances.refer(item_hash, self._entry_size(pixels), origin)
-        if reference is None or reference.earlier is None:
-            return
-        weight, (conversation, server) = reference.weight, reference.earlier
-        kind.repeats += weight
-        self.sampled_repeats += weight
-        self.same_conversation += weight * (conversation is not None and conversation == origin[0])
-        self.other_server += weight * (server != origin[1])
-        for size in self.distances.sizes:
-            if reference.distance <= size:
-                saved = self.savings.setdefault(size, Savings())
-                saved.sent_bytes += weight * sent_bytes
-                saved.pixels += weight * pixels
+        size, earlier = self._entry_size(pixels), None
+        for cache in self.caches:
+            if earlier := cache.refer(item_hash, size, origin):
+                cache.hits += 1
+                cache.unsent_bytes += sent_bytes
+                cache.saved_pixels += pixels
+        if earlier is not None:  # in the cache without a limit
+            conversation, server = earlier
+            kind.repeats += 1
+            self.same_conversation += conversation is not None and conversation == origin[0]
+            self.other_server += server != origin[1]
 
     def _entry_size(self, pixels: int) -> float:
         if self.sizes is None:

@@ -1,10 +1,12 @@
 """Report of a run: what came again, what a store would have answered, and the verdict. Pure."""
 
 import html
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from epd.tools.observe.counting import Savings, Traffic
+from epd.tools.formats import bytes_text
+from epd.tools.observe.counting import Traffic
 
 MEGA = 10**6
 GIB = 2**30
@@ -68,14 +70,14 @@ class StoreLine:
 
     size: float | None
     hit_rate: float
-    hits: float
-    unsent_bytes: float
+    hits: int
+    unsent_bytes: int
     encode_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class ObserveReport:
-    """Report of a run. Figures of repeats are estimates if `sampled_share` is below 1.
+    """Report of a run.
 
     Attributes:
         unit: of the sizes of stores: `bytes` or `entries`.
@@ -88,68 +90,54 @@ class ObserveReport:
     with_media: int
     unreadable: int
     items: int
-    distinct: float
+    distinct: int
     unsized: int
-    sampled_share: float
     unit: str
     modalities: Sequence[ModalityLine]
     stores: Sequence[StoreLine]
     same_conversation: float
     other_server: float
-    verdict: Sequence[str]
+    verdict: Sequence[str] = ()
 
 
 def make_report(traffic: Traffic, relayed: Relayed) -> ObserveReport:
     """Return the report of what was counted so far."""
-    distances = traffic.distances
-    items = distances.references
-    sampled = traffic.sampled_repeats or 1.0
-    modalities = [
-        ModalityLine(
-            name,
-            kind.items,
-            min(kind.repeats / kind.items, 1.0),
-            kind.sent_bytes,
-            kind.pixels / MEGA,
-        )
-        for name, kind in sorted(traffic.kinds.items())
-    ]
-    stores = [_store_line(traffic, size, relayed.encode_ms) for size in distances.sizes]
-    pixels = sum(kind.pixels for kind in traffic.kinds.values())
+    items = sum(kind.items for kind in traffic.kinds.values())
+    repeats = traffic.caches[-1].hits
     report = ObserveReport(
         relayed=relayed,
         counted=traffic.requests - traffic.unreadable,
         with_media=traffic.with_media,
         unreadable=traffic.unreadable,
         items=items,
-        distinct=distances.first,
+        distinct=items - repeats,
         unsized=traffic.unsized,
-        sampled_share=distances.share,
         unit="entries" if traffic.sizes is None else "bytes",
-        modalities=modalities,
-        stores=stores,
-        same_conversation=traffic.same_conversation / sampled,
-        other_server=traffic.other_server / sampled,
-        verdict=(),
+        modalities=[
+            ModalityLine(
+                name, kind.items, kind.repeats / kind.items, kind.sent_bytes, kind.pixels / MEGA
+            )
+            for name, kind in sorted(traffic.kinds.items())
+        ],
+        stores=[
+            StoreLine(
+                None if cache.size == math.inf else cache.size,
+                cache.hits / (items or 1),
+                cache.hits,
+                cache.unsent_bytes,
+                None
+                if relayed.encode_ms is None
+                else cache.saved_pixels / MEGA * relayed.encode_ms / 1000,
+            )
+            for cache in traffic.caches
+        ],
+        same_conversation=traffic.same_conversation / (repeats or 1),
+        other_server=traffic.other_server / (repeats or 1),
     )
-    return replace(report, verdict=tuple(_verdict(report, pixels)))
+    return replace(report, verdict=tuple(_verdict(report)))
 
 
-def _store_line(traffic: Traffic, size: float, encode_ms: float | None) -> StoreLine:
-    distances, saved = traffic.distances, traffic.savings.get(size, Savings())
-    hits = distances.hits(size)
-    # The sample gives the means; the number of hits is adjusted.
-    scale = hits / (distances.sampled_hits(size) or 1.0)
-    return StoreLine(
-        None if size == float("inf") else size,
-        hits / (distances.references or 1),
-        hits,
-        scale * saved.sent_bytes,
-        None if encode_ms is None else scale * saved.pixels / MEGA * encode_ms / 1000,
-    )
-
-
-def _verdict(report: ObserveReport, pixels: float) -> Iterator[str]:
+def _verdict(report: ObserveReport) -> Iterator[str]:
     """Yield the sentences of the verdict."""
     if not report.items:
         yield "No request had media. An encoder cache brings nothing here."
@@ -160,7 +148,7 @@ def _verdict(report: ObserveReport, pixels: float) -> Iterator[str]:
             f"{unlimited.hit_rate:.0%} of the media came again. A store of any size does not pay "
             "here: plain vLLM is the better choice."
         )
-        yield _on_encode_instances(report, pixels, unlimited)
+        yield _on_encode_instances(report, unlimited)
         return
     sufficient = (
         line for line in report.stores if line.hit_rate >= NEARLY_ALL * unlimited.hit_rate
@@ -187,13 +175,13 @@ def _verdict(report: ObserveReport, pixels: float) -> Iterator[str]:
             f"{report.other_server:.0%} of the repeats went to another server than the time "
             "before: no cache within an engine answers them, one store for all servers does."
         )
-    yield _on_encode_instances(report, pixels, store)
-    yield _next_command(report, pixels, store)
+    yield _on_encode_instances(report, store)
+    yield _next_command(report, store)
 
 
-def _on_encode_instances(report: ObserveReport, pixels: float, store: StoreLine) -> str:
+def _on_encode_instances(report: ObserveReport, store: StoreLine) -> str:
     """Return whether encode instances would pay beside this store."""
-    busy = _encoding_share(report, pixels, store)
+    busy = _encoding_share(report, store)
     if busy is None:
         return (
             "Whether encode instances would pay is not known: give --encode-ms, the milliseconds "
@@ -207,20 +195,21 @@ def _on_encode_instances(report: ObserveReport, pixels: float, store: StoreLine)
     )
 
 
-def _encoding_share(report: ObserveReport, pixels: float, store: StoreLine) -> float | None:
+def _encoding_share(report: ObserveReport, store: StoreLine) -> float | None:
     """Return the share of each server's time that encodes beside this store take, if known."""
     encode_ms, seconds = report.relayed.encode_ms, report.relayed.seconds
-    if encode_ms is None or not pixels:
+    megapixels = sum(line.megapixels for line in report.modalities)
+    if encode_ms is None or not megapixels:
         return None
-    encodes_s = pixels / MEGA * encode_ms / 1000 - (store.encode_s or 0.0)
+    encodes_s = megapixels * encode_ms / 1000 - (store.encode_s or 0.0)
     return encodes_s / max(seconds, 1e-9) / report.relayed.servers
 
 
-def _next_command(report: ObserveReport, pixels: float, store: StoreLine) -> str:
+def _next_command(report: ObserveReport, store: StoreLine) -> str:
     size = store.size if report.unit == "bytes" else None
     memory = f" --ec-store-memory {size / GIB:g}GiB" if size else ""
     servers = report.relayed.servers
-    if (_encoding_share(report, pixels, store) or 0.0) >= BUSY:
+    if (_encoding_share(report, store) or 0.0) >= BUSY:
         return (
             f"Next: epd up --model MODEL --topology 1e{servers}pd{memory}, and send it the same "
             "requests."
@@ -238,57 +227,67 @@ def size_text(size: float | None, unit: str) -> str:
     return f"{size / GIB:g} GiB" if unit == "bytes" else f"{size:,.0f} entries"
 
 
-def bytes_text(size: float) -> str:
-    """Return a number of bytes in the largest unit of which there is one."""
-    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= factor:
-            return f"{size / factor:.1f} {unit}"
-    return f"{size:.0f} bytes"
+Table = tuple[Sequence[str], Sequence[Sequence[str]]]
+"""Titles of the columns, and rows."""
+
+
+def _paragraphs(report: ObserveReport) -> Iterator[str]:
+    relayed = report.relayed
+    yield (
+        f"{relayed.requests} requests in {relayed.seconds:.0f} s to {relayed.servers} servers; "
+        f"{report.counted} counted, {report.with_media} with media. Not counted: "
+        f"{relayed.too_large} too large, {relayed.dropped} while counting was behind, "
+        f"{report.unreadable} in a form that this project rejects. "
+        f"{relayed.failed} had no complete answer."
+    )
+    yield (
+        f"{report.items} media, {report.distinct} different ones. Of the repeats "
+        f"{report.same_conversation:.0%} came within a conversation, and "
+        f"{report.other_server:.0%} went to another server than the time before."
+    )
+    if report.unsized:
+        yield f"{report.unsized} media have no known entry size; they count as the mean."
+
+
+def _tables(report: ObserveReport) -> Iterator[Table]:
+    yield (
+        ("media", "number", "came again", "in requests", "megapixels"),
+        [
+            (
+                line.modality,
+                str(line.items),
+                f"{line.repeat_share:.0%}",
+                bytes_text(line.sent_bytes),
+                f"{line.megapixels:.1f}",
+            )
+            for line in report.modalities
+        ],
+    )
+    yield (
+        ("store", "hit rate", "not sent to engines", "encodes saved"),
+        [
+            (
+                size_text(line.size, report.unit),
+                f"{line.hit_rate:.1%}",
+                bytes_text(line.unsent_bytes),
+                "not known" if line.encode_s is None else f"{line.encode_s:.0f} s",
+            )
+            for line in report.stores
+        ],
+    )
 
 
 def as_markdown(report: ObserveReport) -> str:
     """Return the report as Markdown."""
-    relayed = report.relayed
-    lines = [
-        "# What an encoder cache would bring",
-        "",
-        *(f"- {sentence}" for sentence in report.verdict),
-        "",
-        (
-            f"{relayed.requests} requests in {relayed.seconds:.0f} s to {relayed.servers} servers; "
-            f"{report.counted} counted, {report.with_media} with media. Not counted: "
-            f"{relayed.too_large} too large, {relayed.dropped} while counting was behind, "
-            f"{report.unreadable} in a form that this project rejects. "
-            f"{relayed.failed} had no complete answer."
-        ),
-        "",
-        (
-            f"{report.items} media, about {report.distinct:.0f} different ones. Of the repeats "
-            f"{report.same_conversation:.0%} came within a conversation, and "
-            f"{report.other_server:.0%} went to another server than the time before."
-        ),
-    ]
-    if report.sampled_share < 1:
-        lines += ["", f"Repeats are estimated from {report.sampled_share:.1%} of the media."]
-    if report.unsized:
-        lines += ["", f"{report.unsized} media have no known entry size; they count as the mean."]
-    lines += ["", "| media | number | came again | in requests | megapixels |"]
-    lines.append("| --- | --- | --- | --- | --- |")
-    lines += [
-        f"| {line.modality} | {line.items} | {line.repeat_share:.0%} | "
-        f"{bytes_text(line.sent_bytes)} | {line.megapixels:.1f} |"
-        for line in report.modalities
-    ]
-    lines += ["", "| store | hit rate | not sent to engines | encodes saved |"]
-    lines.append("| --- | --- | --- | --- |")
-    lines += [
-        f"| {size_text(line.size, report.unit)} | {line.hit_rate:.1%} | "
-        f"{bytes_text(line.unsent_bytes)} | "
-        f"{'not known' if line.encode_s is None else f'{line.encode_s:.0f} s'} |"
-        for line in report.stores
-    ]
-    return "\n".join(lines) + "\n"
+    parts = [f"# {TITLE}", "\n".join(f"- {sentence}" for sentence in report.verdict)]
+    parts += _paragraphs(report)
+    for titles, rows in _tables(report):
+        lines = (titles, ["---"] * len(titles), *rows)
+        parts.append("\n".join(f"| {' | '.join(cells)} |" for cells in lines))
+    return "\n\n".join(parts) + "\n"
 
+
+TITLE = "What an encoder cache would bring"
 
 PAGE = """<!doctype html><html lang="en"><meta charset="utf-8">
 <meta http-equiv="refresh" content="5"><meta name="viewport" content="width=device-width">
@@ -296,34 +295,25 @@ PAGE = """<!doctype html><html lang="en"><meta charset="utf-8">
 :root{{color-scheme:light dark}}
 body{{font:16px/1.5 system-ui;max-width:52rem;margin:2rem auto;padding:0 1rem}}
 table{{border-collapse:collapse;margin:1rem 0;width:100%}}
-td,th{{border-bottom:1px solid #8884;padding:.3rem .6rem;text-align:left}}
-meter{{width:8rem}}</style>
-<h1>What an encoder cache would bring</h1><ul>{verdict}</ul>
-<p>{requests} requests, {items} media, about {distinct} different ones.</p>
-<table><tr><th>store<th>hit rate<th><th>not sent to engines<th>encodes saved{stores}</table>
-<table><tr><th>media<th>number<th>came again<th>in requests<th>megapixels{modalities}</table>
+td,th{{border-bottom:1px solid #8884;padding:.3rem .6rem;text-align:left}}</style>
+<h1>{title}</h1><ul>{verdict}</ul>{paragraphs}{tables}
 <p><a href="observe.md">Markdown</a> <a href="observe.json">JSON</a></p></html>
 """
 
 
 def as_page(report: ObserveReport) -> str:
     """Return the report as a page that renews itself."""
-    stores = [
-        f"<tr><td>{size_text(line.size, report.unit)}<td>{line.hit_rate:.1%}"
-        f"<td><meter value={line.hit_rate:.3f}></meter><td>{bytes_text(line.unsent_bytes)}"
-        f"<td>{'not known' if line.encode_s is None else f'{line.encode_s:.0f} s'}"
-        for line in report.stores
-    ]
-    modalities = [
-        f"<tr><td>{line.modality}<td>{line.items}<td>{line.repeat_share:.0%}"
-        f"<td>{bytes_text(line.sent_bytes)}<td>{line.megapixels:.1f}"
-        for line in report.modalities
-    ]
-    return PAGE.format(
-        verdict="".join(f"<li>{html.escape(sentence)}" for sentence in report.verdict),
-        requests=report.relayed.requests,
-        items=report.items,
-        distinct=f"{report.distinct:.0f}",
-        stores="".join(stores),
-        modalities="".join(modalities),
+    tables = "".join(
+        f"<table>{_elements('th', titles)}{''.join(_elements('td', row) for row in rows)}</table>"
+        for titles, rows in _tables(report)
     )
+    return PAGE.format(
+        title=TITLE,
+        verdict="".join(f"<li>{html.escape(sentence)}" for sentence in report.verdict),
+        paragraphs="".join(f"<p>{html.escape(text)}</p>" for text in _paragraphs(report)),
+        tables=tables,
+    )
+
+
+def _elements(name: str, cells: Sequence[str]) -> str:
+    return "<tr>" + "".join(f"<{name}>{html.escape(cell)}" for cell in cells)

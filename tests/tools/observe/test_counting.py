@@ -3,11 +3,13 @@ from typing import Any
 
 import orjson
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from epd.tools.observe.counting import Counter, Observed, Traffic
 from epd.tools.observe.entry_sizes import EntrySizes
+from epd.tools.observe.lru_cache import LruCache, Origin
 from epd.tools.observe.report import ObserveReport, Relayed, as_markdown, as_page, make_report
-from epd.tools.observe.reuse import ReuseDistances
 from tests.requests import data_url, image, input_audio, png, request, text, video
 
 CHAT = "/v1/chat/completions"
@@ -19,7 +21,7 @@ def observed(body: Any, *, server: int = 0, path: str = CHAT) -> Observed:
 
 def counted(*requests: Observed, sizes: EntrySizes | None = None) -> Traffic:
     stores = (2.0, math.inf) if sizes is None else (10_000.0, math.inf)
-    traffic = Traffic(ReuseDistances(stores), sizes)
+    traffic = Traffic([*map(LruCache, stores)], sizes)
     for one_request in requests:
         traffic.count(one_request)
     return traffic
@@ -63,7 +65,7 @@ def test_equal_pictures_are_one_item_in_every_api() -> None:
     )
 
     assert traffic.unreadable == 0
-    assert (traffic.distances.references, traffic.distances.first) == (3, 1)
+    assert traffic.caches[-1].hits == 2
     assert traffic.kinds["image"].pixels == 3 * 5000
     assert traffic.kinds["image"].repeats == 2
 
@@ -90,7 +92,7 @@ def test_repeats_are_told_apart_by_conversation_and_server() -> None:
         turn("b", server=1),  # another conversation
     )
 
-    assert traffic.sampled_repeats == 3
+    assert traffic.caches[-1].hits == 3
     assert traffic.same_conversation == 2
     assert traffic.other_server == 1
 
@@ -114,24 +116,24 @@ def test_a_request_that_is_no_request_is_not_counted() -> None:
         observed([]), observed(request(image("ftp://x"))), observed({}, path="/v1/unknown")
     )
 
-    assert (traffic.requests, traffic.unreadable, traffic.distances.references) == (2, 2, 0)
+    assert (traffic.requests, traffic.unreadable, traffic.kinds) == (2, 2, {})
 
 
 @pytest.mark.parametrize("role", [[], {}, None, 7])
 def test_odd_roles_are_counted(role: Any) -> None:
     messages = [{"role": role, "content": [image(b"p")]}]
 
-    assert counted(observed({"messages": messages})).distances.references == 1
+    assert counted(observed({"messages": messages})).kinds["image"].items == 1
 
 
 def test_counting_goes_on_after_a_request_that_cannot_be_counted() -> None:
-    traffic = Traffic(ReuseDistances((math.inf,)))
+    traffic = Traffic([LruCache()])
     counter = Counter(traffic)
     counter.offer(observed(None)._replace(content_type=None))  # type: ignore[arg-type]
     counter.offer(observed(request(image(b"p"))))
     counter.close()
 
-    assert (traffic.unreadable, traffic.distances.references) == (1, 1)
+    assert (traffic.unreadable, traffic.kinds["image"].items) == (1, 1)
 
 
 def test_media_of_an_unknown_size_count_as_the_mean_of_the_others() -> None:
@@ -145,19 +147,19 @@ def test_media_of_an_unknown_size_count_as_the_mean_of_the_others() -> None:
     )
 
     assert traffic.unsized == 1
-    assert again.distances.hits(10_000.0) == 1  # 3,000 bytes each
+    assert again.caches[0].hits == 1  # 3,000 bytes each
     assert "1 media have no known entry size" in as_markdown(report_of(traffic))
 
 
 def test_a_picture_at_a_url_is_known_by_it() -> None:
     body = request(image("https://host/a.png"))
 
-    assert counted(observed(body), observed(body)).distances.first == 1
+    assert counted(observed(body), observed(body)).caches[-1].hits == 1
 
 
 @pytest.mark.parametrize("pending_bytes", [10, 10_000])
 def test_a_counter_that_is_behind_drops_requests(pending_bytes: int) -> None:
-    counter = Counter(Traffic(ReuseDistances((math.inf,))), pending_bytes)
+    counter = Counter(Traffic([LruCache()]), pending_bytes)
     body = observed(request(image(b"x" * 600)))
     with counter.lock:  # the thread cannot count
         for _ in range(20):
@@ -228,3 +230,22 @@ def test_a_report_has_nothing_of_the_requests() -> None:
     for shown in (as_markdown(report), as_page(report), repr(traffic)):
         assert "private" not in shown
         assert "c2VjcmV0" not in shown
+
+
+@given(st.lists(st.integers(0, 12), max_size=200), st.integers(1, 40))
+def test_a_cache_has_the_items_that_were_referred_to_last(items: list[int], size: int) -> None:
+    cache = LruCache(size)
+    room: list[tuple[int, float, Origin]] = []
+    for number, item in enumerate(items):
+        earlier = cache.refer(item, 1.0 + item % 3, (None, number))
+        assert earlier == next((one[2] for one in room if one[0] == item), None)
+        room = [*(one for one in room if one[0] != item), (item, 1.0 + item % 3, (None, number))]
+        while sum(one[1] for one in room) > size:
+            del room[0]
+
+
+def test_the_items_of_a_cache_without_a_limit_are_bounded() -> None:
+    cache = LruCache(max_items=2)
+    found = [cache.refer(item, 1.0, (None, 0)) is not None for item in (1, 2, 3, 1, 3)]
+
+    assert found == [False, False, False, False, True]

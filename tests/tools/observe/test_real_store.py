@@ -1,9 +1,8 @@
-import math
 import random
 from pathlib import Path
 
 from ec_store import EntryKey, open_store
-from epd.tools.observe.reuse import ReuseDistances
+from epd.tools.observe.lru_cache import LruCache
 from tests.ec_store.entries import entry
 
 ENTRY_BYTES = 32 * 1024
@@ -16,16 +15,16 @@ def test_the_prediction_is_what_a_store_answers(tmp_path: Path) -> None:
     quota = ENTRIES * ENTRY_BYTES
     store = open_store(f"file://{tmp_path}/store?max_bytes={quota}")
     output = entry(shape=(ENTRY_BYTES // 2 - 2048, 1))  # with room for its header
-    distances = ReuseDistances((float(quota), math.inf))
-    hits = 0
+    cache = LruCache(quota)
+    hits = predicted = 0
     for item in trace:
         key = EntryKey("m", f"{item}")
         if store.get(key) is None:
             store.put(key, output)
         else:
             hits += 1
-        distances.refer(random.Random(item).getrandbits(64), ENTRY_BYTES)  # noqa: S311
+        predicted += cache.refer(item, ENTRY_BYTES, (None, 0)) is not None
     store.close()
 
     assert 0.1 < hits / len(trace) < 0.9
-    assert abs(distances.hits(quota) - hits) / len(trace) <= 0.03, (distances.hits(quota), hits)
+    assert abs(predicted - hits) / len(trace) <= 0.03, (predicted, hits)

@@ -2,7 +2,6 @@ import asyncio
 import gzip
 import io
 import json
-import math
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -12,14 +11,14 @@ from typing import Any
 
 import aiohttp
 import pytest
-from aiohttp import WSMsgType, web
+from aiohttp import web
 from aiohttp.test_utils import TestServer, unused_port
 from openai import AsyncOpenAI
 from pydantic import SecretStr
 
 from epd.tools.observe.counting import Counter, Traffic
+from epd.tools.observe.lru_cache import LruCache
 from epd.tools.observe.relay import Relay, Server, drop_added_headers
-from epd.tools.observe.reuse import ReuseDistances
 from tests.requests import image, request, text
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -37,7 +36,7 @@ async def relaying(*handlers: Handler, **settings: Any) -> AsyncIterator[tuple[R
         app.router.add_route("*", "/{path:.*}", handler)
         servers.append(TestServer(app, handler_cancellation=True))
         await servers[-1].start_server()
-    counter = Counter(Traffic(ReuseDistances((math.inf,))))
+    counter = Counter(Traffic([LruCache()]))
     async with aiohttp.ClientSession(auto_decompress=False) as session:
         relay = Relay(
             [Server(str(server.make_url("/")).rstrip("/")) for server in servers],
@@ -234,48 +233,6 @@ async def test_a_body_over_the_limit_is_relayed_and_not_counted(
 
     assert relay.too_large == over
     assert relay.counter.traffic.requests == 1 - over
-
-
-async def test_a_websocket_is_relayed_both_ways() -> None:
-    async def echo(request: web.Request) -> web.StreamResponse:
-        socket = web.WebSocketResponse(protocols=["realtime"])
-        await socket.prepare(request)
-        async for message in socket:
-            if message.type is WSMsgType.TEXT:
-                await socket.send_str(message.data + request.headers["X-Token"])
-            else:
-                await socket.send_bytes(message.data)
-                break
-        await socket.close(code=4001)
-        return socket
-
-    async with (
-        relaying(echo) as (_, url),
-        aiohttp.ClientSession() as http,
-        http.ws_connect(
-            url + "/v1/realtime", protocols=["realtime"], headers={"X-Token": "t"}
-        ) as socket,
-    ):
-        assert socket.protocol == "realtime"
-        await socket.send_str("a")
-        assert (await socket.receive()).data == "at"
-        await socket.send_bytes(b"b")
-        assert (await socket.receive()).data == b"b"
-        assert (await socket.receive()).type is WSMsgType.CLOSE
-        assert socket.close_code == 4001
-
-
-async def test_a_refused_websocket_is_answered_at_once() -> None:
-    async def refuse(_: web.Request) -> web.StreamResponse:
-        return web.json_response({"error": "no key"}, status=401, headers={"X-Reason": "key"})
-
-    async with relaying(refuse) as (_, url), aiohttp.ClientSession() as http:
-        with pytest.raises(aiohttp.WSServerHandshakeError) as caught:
-            await http.ws_connect(url + "/v1/realtime", timeout=aiohttp.ClientWSTimeout(5))
-
-    assert caught.value.status == 401
-    assert caught.value.headers is not None
-    assert caught.value.headers["X-Reason"] == "key"
 
 
 @pytest.mark.parametrize(
