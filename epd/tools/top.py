@@ -9,21 +9,17 @@ from argparse import ArgumentTypeError
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import cast
-from urllib.parse import urlsplit
 
 import aiohttp
 from rich.console import Console
 from rich.live import Live
 
 from epd.json_or_none import json_or_none
-from epd.parser import Commands
+from epd.parser import Commands, admin_key, http_url
 from epd.tools.top_screen import frame
 from epd.ui.state import UiState
 
 TIMEOUT_S = 5.0
-MAX_BYTES = 16 * 1024**2
-KEYS = ("EPD_ADMIN_API_KEY", "ADMIN_API_KEY")
-"""Environment variables with the admin key, the same as for `epd serve`."""
 
 
 class NoState(Exception):
@@ -46,7 +42,7 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument(
         "--url",
-        type=_url,
+        type=http_url,
         default="http://127.0.0.1:8000",
         metavar="URL",
         help="URL of the proxy (default: %(default)s)",
@@ -66,13 +62,6 @@ def add_parser(commands: Commands) -> None:
     parser.set_defaults(run=_run)
 
 
-def _url(text: str) -> str:
-    parts = urlsplit(text)
-    if parts.scheme not in {"http", "https"} or not parts.hostname:
-        raise ArgumentTypeError(f"{text!r} is not an http(s) URL")
-    return text.rstrip("/")
-
-
 def _interval(text: str) -> float:
     with suppress(ValueError):
         if (seconds := float(text)) >= 0.1:  # noqa: PLR2004 - the state changes no faster
@@ -81,8 +70,7 @@ def _interval(text: str) -> float:
 
 
 def _run(url: str, interval: float, *, once: bool) -> None:
-    key = next(filter(None, map(os.environ.get, KEYS)), None)
-    console = Console()
+    key, console = admin_key(), Console()
     # In a file or a pipe, a frame cannot replace the previous one.
     watching = (
         _watch(console, url, key, interval)
@@ -138,9 +126,7 @@ async def _ask(http: aiohttp.ClientSession, url: str) -> UiState:
     """
     try:
         async with http.get(f"{url}/ui/state", allow_redirects=False) as answer:
-            body = await answer.content.read(MAX_BYTES)
-            while not answer.content.at_eof() and len(body) < MAX_BYTES:
-                body += await answer.content.read(MAX_BYTES - len(body))
+            body = await answer.read()
     except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
         raise NoState(f"{url} does not answer: {str(error) or type(error).__name__}") from None
     document = json_or_none(body)
@@ -150,7 +136,7 @@ async def _ask(http: aiohttp.ClientSession, url: str) -> UiState:
                 pass
             case _:
                 reason = str(answer.status)
-        raise KeyRejected(f"{url} rejects the request: {reason} (set {KEYS[0]})")
+        raise KeyRejected(f"{url} rejects the request: {reason} (set EPD_ADMIN_API_KEY)")
     if not isinstance(document, dict) or not document.keys() >= UiState.__required_keys__:
         raise NoState(f"{url} answered {answer.status}: it is not an EPD proxy of this version")
     return cast("UiState", document)

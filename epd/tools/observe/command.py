@@ -19,8 +19,7 @@ from aiohttp import web
 from pydantic import SecretStr
 
 from epd.edge.access import is_loopback
-from epd.parser import Commands, Parser
-from epd.tools.formats import admin_key, http_url
+from epd.parser import Commands, Parser, admin_key, http_url
 from epd.tools.observe.counting import Counter, Traffic
 from epd.tools.observe.entry_sizes import EntrySizes, entry_sizes
 from epd.tools.observe.lru_cache import LruCache

@@ -5,8 +5,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from epd.tools.formats import bytes_text
 from epd.tools.observe.counting import Traffic
+from epd.ui.formats import bytes_text
 
 MEGA = 10**6
 GIB = 2**30

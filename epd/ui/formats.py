@@ -1,14 +1,7 @@
-"""Figures as people read them, and what the commands for operators read from the environment."""
-
-import os
-from argparse import ArgumentTypeError
-from urllib.parse import urlsplit
+"""Figures as people read them, in the state, in `epd top` and in the report of `epd observe`."""
 
 UNITS = ("B", "kB", "MB", "GB", "TB")
 KILO = 1000
-
-ADMIN_KEYS = ("EPD_ADMIN_API_KEY", "ADMIN_API_KEY")
-"""Environment variables with the admin key, the same as for `epd serve`."""
 
 
 def figures(value: float) -> str:
@@ -41,18 +34,6 @@ def share_text(part: int, whole: int) -> str:
     return f"{100 * part / whole:.0f} %" if whole else "-"
 
 
-def admin_key() -> str | None:
-    """Return the operator's key from the environment; None without one."""
-    return next(filter(None, map(os.environ.get, ADMIN_KEYS)), None)
-
-
-def http_url(text: str) -> str:
-    """Return a URL from the command line, without a slash at its end.
-
-    Raises:
-        ArgumentTypeError: it is no http(s) URL.
-    """
-    parts = urlsplit(text)
-    if parts.scheme not in {"http", "https"} or not parts.hostname:
-        raise ArgumentTypeError(f"{text!r} is not an http(s) URL")
-    return text.rstrip("/")
+def plural(number: int, noun: str) -> str:
+    """Return a number with a noun that takes an s, such as `2 encodes`."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
