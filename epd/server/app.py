@@ -257,12 +257,12 @@ async def _written_pages(
     metrics: MetricsObserver, board: Board, background: Background
 ) -> AsyncIterator[None]:
     """Write what the other workers read of this one, if there are others."""
-    if not isinstance(metrics.shown, WorkerMetrics):
+    if not isinstance(metrics.shown, WorkerMetrics) or board.pages is None:
         yield
         return
     async with (
-        background.run_task("metrics_page", metrics.shown.keep_writing),
-        background.run_task("ui_page", board.keep_writing),
+        background.run_task("metrics_page", metrics.shown.pages.keep_writing),
+        background.run_task("ui_page", board.pages.keep_writing),
     ):
         yield
 

@@ -127,7 +127,7 @@ async def serve_as_worker(slot: WorkerSlot, config: ProxyConfig, files: Files, p
         structlog.get_logger("epd").info("serving", pid=os.getpid())
         await orders.close.wait()
     # The last requests and releases have ended just now.
-    cast("WorkerMetrics", runner.app[METRICS].shown).write()
+    cast("WorkerMetrics", runner.app[METRICS].shown).pages.write()
 
 
 def _where(config: ProxyConfig, stack: ExitStack) -> dict[str, Any]:

@@ -29,7 +29,6 @@ from epd.edge.tenant_use import TenantLedger
 from epd.observe import logs
 from epd.observe.worker_metrics import keep_counters
 from epd.shared_page import SharedPage
-from epd.ui.dashboard import clear_page
 from epd.workers.orders import SIGNALS
 
 MAX_STANDARD = 2
@@ -112,7 +111,8 @@ class WorkerSlot:
     def bury_pages(self) -> None:
         """Mark the pages of the dead worker, so that the others do not read it as alive."""
         keep_counters(self.shared.pages[self.index])
-        clear_page(self.shared.recents[self.index])
+        with suppress(OSError):  # the others show its last state for a while
+            self.shared.recents[self.index].write(b"")
         self.shared.ledger.forget_requests(self.index)
 
 
