@@ -232,7 +232,7 @@ async def build_components(
             by_content,
         )
         app[WARMUP] = Warmup(app[PIPELINE].encode, cache)
-        app[ADMIN] = Admin(table, upstream, config, app[METRICS])
+        app[ADMIN] = Admin(table, upstream, config)
         app[JUDGE] = KeyJudge(partial(app[ADMIN].of_decode, "/v1/models"))
         app[CONVERSATIONS] = conversations
         app[TABLE] = table

@@ -92,12 +92,9 @@ class Totals(TypedDict):
     rejected: int
     left: int
     refused: int
-    retries: int
-    degraded: int
     in_flight: int
     queued: int
     quarantined: int
-    loop_lag_s: float
     items: dict[str, int]
     media: dict[str, int]
     saved: Saved
@@ -371,12 +368,9 @@ def metric_totals(families: Iterable[Metric]) -> Totals:
         rejected=client_errors - left,
         left=left,
         refused=count("epd_requests_refused_total"),
-        retries=count("epd_request_retries_total"),
-        degraded=count("epd_requests_degraded_total"),
         in_flight=count("epd_requests_in_flight"),
         queued=count("epd_requests_queued"),
         quarantined=count("epd_quarantined_tenants"),
-        loop_lag_s=sums.get(("epd_event_loop_lag_seconds",), 0.0),
         items={result: count("epd_items_total", result) for result in get_args(ItemResult)},
         media={form: count("epd_items_sent_total", form) for form in get_args(MediaForm)},
         saved=Saved(

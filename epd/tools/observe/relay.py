@@ -21,7 +21,6 @@ from epd.tools.observe.report import (
     ObserveReport,
     Relayed,
     as_markdown,
-    as_page,
     make_report,
 )
 
@@ -45,7 +44,10 @@ HOP_BY_HOP = frozenset(
 ADDED = (hdrs.CONTENT_TYPE, hdrs.DATE, hdrs.SERVER)
 """Headers that aiohttp adds to an answer without them."""
 
-OWN = frozenset({"/observe", "/observe.md", "/observe.json"})
+REFRESH_S = "5"
+"""Seconds after which a browser asks for the report again."""
+
+OWN = frozenset({"/observe", "/observe.json"})
 """Paths that the relay answers itself. vLLM has none of them."""
 
 
@@ -187,9 +189,8 @@ class Relay:
         if request.path == "/observe.json":
             content = orjson.dumps(report, option=orjson.OPT_INDENT_2)
             return web.Response(body=content, content_type="application/json")
-        if request.path == "/observe.md":
-            return web.Response(text=as_markdown(report), content_type="text/markdown")
-        return web.Response(text=as_page(report), content_type="text/html")
+        # A browser shows it as text, and asks again.
+        return web.Response(text=as_markdown(report), headers={"Refresh": REFRESH_S})
 
 
 def _passed_on(headers: Any) -> CIMultiDict[str]:

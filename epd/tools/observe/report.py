@@ -1,8 +1,7 @@
 """Report of a run: what came again, what a store would have answered, and the verdict. Pure."""
 
-import html
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from epd.tools.observe.counting import Traffic
@@ -227,10 +226,6 @@ def size_text(size: float | None, unit: str) -> str:
     return f"{size / GIB:g} GiB" if unit == "bytes" else f"{size:,.0f} entries"
 
 
-Table = tuple[Sequence[str], Sequence[Sequence[str]]]
-"""Titles of the columns, and rows."""
-
-
 def _paragraphs(report: ObserveReport) -> Iterator[str]:
     relayed = report.relayed
     yield (
@@ -249,71 +244,37 @@ def _paragraphs(report: ObserveReport) -> Iterator[str]:
         yield f"{report.unsized} media have no known entry size; they count as the mean."
 
 
-def _tables(report: ObserveReport) -> Iterator[Table]:
-    yield (
-        ("media", "number", "came again", "in requests", "megapixels"),
-        [
-            (
-                line.modality,
-                str(line.items),
-                f"{line.repeat_share:.0%}",
-                bytes_text(line.sent_bytes),
-                f"{line.megapixels:.1f}",
-            )
-            for line in report.modalities
-        ],
-    )
-    yield (
-        ("store", "hit rate", "not sent to engines", "encodes saved"),
-        [
-            (
-                size_text(line.size, report.unit),
-                f"{line.hit_rate:.1%}",
-                bytes_text(line.unsent_bytes),
-                "not known" if line.encode_s is None else f"{line.encode_s:.0f} s",
-            )
-            for line in report.stores
-        ],
-    )
-
-
 def as_markdown(report: ObserveReport) -> str:
     """Return the report as Markdown."""
-    parts = [f"# {TITLE}", "\n".join(f"- {sentence}" for sentence in report.verdict)]
-    parts += _paragraphs(report)
-    for titles, rows in _tables(report):
-        lines = (titles, ["---"] * len(titles), *rows)
-        parts.append("\n".join(f"| {' | '.join(cells)} |" for cells in lines))
+    media = [
+        (
+            line.modality,
+            str(line.items),
+            f"{line.repeat_share:.0%}",
+            bytes_text(line.sent_bytes),
+            f"{line.megapixels:.1f}",
+        )
+        for line in report.modalities
+    ]
+    stores = [
+        (
+            size_text(line.size, report.unit),
+            f"{line.hit_rate:.1%}",
+            bytes_text(line.unsent_bytes),
+            "not known" if line.encode_s is None else f"{line.encode_s:.0f} s",
+        )
+        for line in report.stores
+    ]
+    parts = [
+        "# What an encoder cache would bring",
+        "\n".join(f"- {sentence}" for sentence in report.verdict),
+        *_paragraphs(report),
+        _table(("media", "number", "came again", "in requests", "megapixels"), media),
+        _table(("store", "hit rate", "not sent to engines", "encodes saved"), stores),
+    ]
     return "\n\n".join(parts) + "\n"
 
 
-TITLE = "What an encoder cache would bring"
-
-PAGE = """<!doctype html><html lang="en"><meta charset="utf-8">
-<meta http-equiv="refresh" content="5"><meta name="viewport" content="width=device-width">
-<title>epd observe</title><style>
-:root{{color-scheme:light dark}}
-body{{font:16px/1.5 system-ui;max-width:52rem;margin:2rem auto;padding:0 1rem}}
-table{{border-collapse:collapse;margin:1rem 0;width:100%}}
-td,th{{border-bottom:1px solid #8884;padding:.3rem .6rem;text-align:left}}</style>
-<h1>{title}</h1><ul>{verdict}</ul>{paragraphs}{tables}
-<p><a href="observe.md">Markdown</a> <a href="observe.json">JSON</a></p></html>
-"""
-
-
-def as_page(report: ObserveReport) -> str:
-    """Return the report as a page that renews itself."""
-    tables = "".join(
-        f"<table>{_elements('th', titles)}{''.join(_elements('td', row) for row in rows)}</table>"
-        for titles, rows in _tables(report)
-    )
-    return PAGE.format(
-        title=TITLE,
-        verdict="".join(f"<li>{html.escape(sentence)}" for sentence in report.verdict),
-        paragraphs="".join(f"<p>{html.escape(text)}</p>" for text in _paragraphs(report)),
-        tables=tables,
-    )
-
-
-def _elements(name: str, cells: Sequence[str]) -> str:
-    return "<tr>" + "".join(f"<{name}>{html.escape(cell)}" for cell in cells)
+def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [titles, ["---"] * len(titles), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from epd.tools.observe.counting import Counter, Observed, Traffic
 from epd.tools.observe.entry_sizes import EntrySizes
 from epd.tools.observe.lru_cache import LruCache, Origin
-from epd.tools.observe.report import ObserveReport, Relayed, as_markdown, as_page, make_report
+from epd.tools.observe.report import ObserveReport, Relayed, as_markdown, make_report
 from tests.requests import data_url, image, input_audio, png, request, text, video
 
 CHAT = "/v1/chat/completions"
@@ -227,7 +227,7 @@ def test_a_report_has_nothing_of_the_requests() -> None:
     traffic = counted(observed(request(image(b"secret"), text("a private word"), user="me")))
     report = report_of(traffic)
 
-    for shown in (as_markdown(report), as_page(report), repr(traffic)):
+    for shown in (as_markdown(report), repr(traffic)):
         assert "private" not in shown
         assert "c2VjcmV0" not in shown
 

@@ -274,7 +274,7 @@ async def test_a_request_line_without_a_path_is_refused() -> None:
         ({"admin_key": SecretStr("k")}, {"X-API-Key": "k"}, 200),
     ],
 )
-@pytest.mark.parametrize("path", ["/observe", "/observe.md", "/observe.json"])
+@pytest.mark.parametrize("path", ["/observe", "/observe.json"])
 async def test_reports_are_for_the_operator(
     settings: dict[str, Any], headers: dict[str, str], status: int, path: str
 ) -> None:
