@@ -1,7 +1,6 @@
 """Document of `GET /ui/state`, combined from the states of all processes. Pure.
 
-The totals are those of `/metrics`, looked up by their names and summed over the labels that the
-page does not use. So the page and `/metrics` agree, over all workers.
+The totals are those of `/metrics`, so both agree over all workers.
 """
 
 import math
@@ -53,14 +52,6 @@ LETTERS = {"encode": "E", "prefill": "P", "decode": "D", "prefill_decode": "PD"}
 """Letters of the roles, in their order."""
 FLOWS = ("queue", "store", "encode", "prefill", "decode", "release")
 """Stages in their order."""
-
-LABELS = {
-    "epd_requests_total": ("path", "status"),
-    "epd_items_total": ("result",),
-    "epd_items_sent_total": ("form",),
-    "epd_conversation_turns_total": ("result",),
-}
-"""Labels that the page uses, by sample name. All other labels are summed over."""
 
 
 class Saved(TypedDict):
@@ -345,23 +336,31 @@ def _notices(snapshots: Iterable[Snapshot]) -> list[Notice]:
 
 
 def metric_totals(families: Iterable[Metric]) -> Totals:
-    """Return the totals of a metrics page."""
-    sums = _sums(families)
+    """Return the totals of a metrics page, summed over the labels that the page does not use."""
+    samples = [
+        sample for family in families if family.type != "histogram" for sample in family.samples
+    ]
 
-    def count(name: str, *labels: str) -> int:
+    def total(name: str, **labels: str) -> float:
         # A counter without samples is absent from the page.
-        return int(sums.get((name, *labels), 0))
+        return sum(
+            value
+            for found, of_labels, value, *_ in samples
+            if found == name and of_labels.items() >= labels.items()
+        )
+
+    def count(name: str, **labels: str) -> int:
+        return int(total(name, **labels))
 
     statuses = Counter[int]()
-    for (name, *labels), value in sums.items():
-        if name == "epd_requests_total" and is_work(labels[0]):
-            statuses[int(labels[1])] += int(value)
+    for name, labels, value, *_ in samples:
+        if name == "epd_requests_total" and is_work(labels["path"]):
+            statuses[int(labels["status"])] += int(value)
     left = statuses[CLIENT_CLOSED]
     failed = sum(statuses[status] for status in statuses if status >= SERVER_ERROR)
     client_errors = sum(
         statuses[status] for status in statuses if CLIENT_ERROR <= status < SERVER_ERROR
     )
-    turns = sum(sums[name] for name in sums if name[0] == "epd_conversation_turns_total")
     return Totals(
         requests=statuses.total(),
         failed=failed,
@@ -371,25 +370,16 @@ def metric_totals(families: Iterable[Metric]) -> Totals:
         in_flight=count("epd_requests_in_flight"),
         queued=count("epd_requests_queued"),
         quarantined=count("epd_quarantined_tenants"),
-        items={result: count("epd_items_total", result) for result in get_args(ItemResult)},
-        media={form: count("epd_items_sent_total", form) for form in get_args(MediaForm)},
+        items={result: count("epd_items_total", result=result) for result in get_args(ItemResult)},
+        media={form: count("epd_items_sent_total", form=form) for form in get_args(MediaForm)},
         saved=Saved(
             encodes=count("epd_saved_encodes_total"),
             bytes=count("epd_saved_bytes_total"),
-            encode_seconds=sums.get(("epd_saved_encode_seconds_total",), 0.0),
+            encode_seconds=total("epd_saved_encode_seconds_total"),
         ),
         conversations=ConversationsShown(
             kept=count("epd_conversations"),
-            turns=int(turns),
-            hit=count("epd_conversation_turns_total", "hit"),
+            turns=count("epd_conversation_turns_total"),
+            hit=count("epd_conversation_turns_total", result="hit"),
         ),
     )
-
-
-def _sums(families: Iterable[Metric]) -> dict[tuple[str, ...], float]:
-    sums: dict[tuple[str, ...], float] = defaultdict(float)
-    for family in families:
-        for name, labels, value, *_ in family.samples:
-            key = (name, *(labels.get(label, "") for label in LABELS.get(name, ())))
-            sums[key] += value
-    return sums

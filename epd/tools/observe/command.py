@@ -23,7 +23,7 @@ from epd.parser import Commands, Parser, admin_key, http_url
 from epd.tools.observe.counting import Counter, Traffic
 from epd.tools.observe.entry_sizes import EntrySizes, entry_sizes
 from epd.tools.observe.lru_cache import LruCache
-from epd.tools.observe.relay import Relay, Server, drop_added_headers
+from epd.tools.observe.relay import Relay, Server
 from epd.tools.observe.report import GIB, as_markdown
 from epd.tools.up.model_config import config_path, read_config
 from epd.upstream import KEEP_ALIVE_S
@@ -153,7 +153,6 @@ async def _relay(settings: ObserveSettings, counter: Counter) -> None:
         )
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", relay.answer)
-        app.on_response_prepare.append(drop_added_headers)
         runner = web.AppRunner(
             app,
             access_log=None,

@@ -41,9 +41,6 @@ HOP_BY_HOP = frozenset(
 )
 """Headers of one connection, which no proxy passes on (RFC 9110, section 7.6.1)."""
 
-ADDED = (hdrs.CONTENT_TYPE, hdrs.DATE, hdrs.SERVER)
-"""Headers that aiohttp adds to an answer without them."""
-
 REFRESH_S = "5"
 """Seconds after which a browser asks for the report again."""
 
@@ -150,10 +147,9 @@ class Relay:
             data=rest if rest is not None else io.BytesIO(body) if body else None,
             allow_redirects=False,
         ) as reply:
-            response = RelayedResponse(
+            response = web.StreamResponse(
                 status=reply.status, reason=reply.reason, headers=_passed_on(reply.headers)
             )
-            response.absent = [name for name in ADDED if name not in reply.headers]
             await response.prepare(request)
             try:
                 async for chunk in reply.content.iter_any():
@@ -215,20 +211,3 @@ async def _continued(parts: Sequence[bytes], request: web.Request) -> AsyncItera
 
 def _error_response(error: ProxyError) -> web.Response:
     return web.Response(status=error.status, body=error.body(), content_type="application/json")
-
-
-class RelayedResponse(web.StreamResponse):
-    """Answer of a server.
-
-    Attributes:
-        absent: headers that it does not have.
-    """
-
-    absent: Sequence[str] = ()
-
-
-async def drop_added_headers(_: web.Request, response: web.StreamResponse) -> None:
-    """Remove the headers that aiohttp has added to the answer of a server."""
-    if isinstance(response, RelayedResponse):
-        for name in response.absent:
-            response.headers.pop(name, None)
