@@ -24,7 +24,7 @@ from epd.tools.observe.counting import Counter, Traffic
 from epd.tools.observe.entry_sizes import EntrySizes, entry_sizes
 from epd.tools.observe.lru_cache import LruCache
 from epd.tools.observe.relay import Relay, Server
-from epd.tools.observe.report import GIB, as_markdown
+from epd.tools.observe.report import GIB, Relayed, as_markdown
 from epd.tools.up.model_config import config_path, read_config
 from epd.upstream import KEEP_ALIVE_S
 
@@ -147,9 +147,9 @@ async def _relay(settings: ObserveSettings, counter: Counter) -> None:
             counter,
             session,
             int(settings.max_body_mib * MIB),
+            Relayed(len(settings.servers_urls), settings.encode_ms),
             admin_key=None if (key := admin_key()) is None else SecretStr(key),
             private=is_loopback(host),
-            encode_ms=settings.encode_ms,
         )
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", relay.answer)

@@ -4,7 +4,7 @@ import asyncio
 import io
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import aiohttp
@@ -69,20 +69,17 @@ class Relay:
         max_body_bytes: size up to which a body is read whole and counted. A larger one is forwarded
             as it arrives.
         private: whether only this machine can connect, so that reports need no key.
-        encode_ms: milliseconds of an encode of one megapixel; None if the user states none.
+        counts: what it knows of the run.
     """
 
     servers: Sequence[Server]
     counter: Counter
     session: aiohttp.ClientSession
     max_body_bytes: int
+    counts: Relayed
     admin_key: SecretStr | None = None
     private: bool = False
-    encode_ms: float | None = None
     started_s: float = field(default_factory=time.monotonic)
-    requests: int = 0
-    failed: int = 0
-    too_large: int = 0
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         """Answer a request: with the report, or with a server's answer."""
@@ -92,14 +89,14 @@ class Relay:
             return _error_response(
                 BadRequest("the request line must have a path", slug="invalid_http")
             )
-        self.requests += 1
+        self.counts.requests += 1
         index = self._least_busy()
         server = self.servers[index]
         server.in_progress += 1
         try:
             return await self._relay(request, server, index)
         except (aiohttp.ClientError, TimeoutError):
-            self.failed += 1
+            self.counts.failed += 1
             error = UpstreamUnreachable("the vLLM server did not answer", stage="decode")
             return _error_response(error)
         finally:
@@ -108,7 +105,7 @@ class Relay:
     def _least_busy(self) -> int:
         """Return the index of a server with the fewest requests in progress, in turn."""
         number = len(self.servers)
-        rotated = [(self.requests + offset) % number for offset in range(number)]
+        rotated = [(self.counts.requests + offset) % number for offset in range(number)]
         return min(rotated, key=lambda index: self.servers[index].in_progress)
 
     async def report(self) -> ObserveReport:
@@ -116,24 +113,17 @@ class Relay:
         return await asyncio.to_thread(self._make_report)
 
     def _make_report(self) -> ObserveReport:
-        relayed = Relayed(
-            time.monotonic() - self.started_s,
-            self.requests,
-            self.failed,
-            self.too_large,
-            self.counter.dropped,
-            len(self.servers),
-            self.encode_ms,
-        )
+        self.counts.seconds = time.monotonic() - self.started_s
+        self.counts.dropped = self.counter.dropped
         with self.counter.lock:
-            return make_report(self.counter.traffic, relayed)
+            return make_report(self.counter.traffic, replace(self.counts))
 
     async def _relay(self, request: web.Request, server: Server, index: int) -> web.StreamResponse:
         body, rest = await self._read(request)
         if rest is None and body:
             content_type = request.headers.get(hdrs.CONTENT_TYPE, "")
             self.counter.offer(Observed(request.path, content_type, body, index))
-        self.too_large += rest is not None
+        self.counts.too_large += rest is not None
         async with self.session.request(
             request.method,
             server.url_of(request),
@@ -155,7 +145,7 @@ class Relay:
                 async for chunk in reply.content.iter_any():
                     await response.write(chunk)
             except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError):
-                self.failed += 1
+                self.counts.failed += 1
                 if request.transport is not None:  # the answer must not look complete
                     request.transport.abort()
                 return response

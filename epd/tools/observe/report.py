@@ -22,27 +22,27 @@ BUSY = 0.1
 """Share of a server's time in encodes above which encode instances pay by sparing decode."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Relayed:
     """What the relay knows of the run.
 
     Attributes:
+        servers: number of servers.
+        encode_ms: the user's milliseconds of an encode of one megapixel; None without them.
         seconds: length of the run.
         requests: forwarded requests, of all kinds.
         failed: those that no server answered.
         too_large: those that were too large to be counted.
         dropped: those that were not counted because counting was behind.
-        servers: number of servers.
-        encode_ms: the user's milliseconds of an encode of one megapixel; None without them.
     """
 
-    seconds: float
-    requests: int
-    failed: int
-    too_large: int
-    dropped: int
     servers: int
-    encode_ms: float | None
+    encode_ms: float | None = None
+    seconds: float = 0.0
+    requests: int = 0
+    failed: int = 0
+    too_large: int = 0
+    dropped: int = 0
 
 
 @dataclass(frozen=True, slots=True)

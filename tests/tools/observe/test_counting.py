@@ -30,7 +30,7 @@ def counted(*requests: Observed, sizes: EntrySizes | None = None) -> Traffic:
 def report_of(
     traffic: Traffic, *, servers: int = 1, encode_ms: float | None = None
 ) -> ObserveReport:
-    return make_report(traffic, Relayed(100.0, traffic.requests, 0, 0, 0, servers, encode_ms))
+    return make_report(traffic, Relayed(servers, encode_ms, seconds=100.0))
 
 
 def test_equal_pictures_are_one_item_in_every_api() -> None:

@@ -19,6 +19,7 @@ from pydantic import SecretStr
 from epd.tools.observe.counting import Counter, Traffic
 from epd.tools.observe.lru_cache import LruCache
 from epd.tools.observe.relay import Relay, Server
+from epd.tools.observe.report import Relayed
 from tests.requests import image, request, text
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -43,6 +44,7 @@ async def relaying(*handlers: Handler, **settings: Any) -> AsyncIterator[tuple[R
             counter,
             session,
             LIMIT,
+            Relayed(len(servers)),
             **settings,
         )
         app = web.Application()
@@ -162,7 +164,7 @@ async def test_a_cut_off_answer_does_not_look_complete() -> None:
         with pytest.raises(aiohttp.ClientError):
             async with http.post(url + CHAT, json={}) as reply:
                 await reply.read()
-        assert relay.failed == 1
+        assert relay.counts.failed == 1
 
 
 async def test_a_server_that_is_gone_is_answered_for_in_the_openai_shape() -> None:
@@ -219,7 +221,7 @@ async def test_a_body_over_the_limit_is_relayed_and_not_counted(
             assert await reply.text() == str(LIMIT + over)
         relay.counter.close()
 
-    assert relay.too_large == over
+    assert relay.counts.too_large == over
     assert relay.counter.traffic.requests == 1 - over
 
 
@@ -241,7 +243,7 @@ async def test_an_invalid_answer_is_an_error_in_the_openai_shape(answer: bytes) 
         async with http.get(url + "/health") as reply:
             assert reply.status == 502
             assert "error" in await reply.json()
-        assert relay.failed == 1
+        assert relay.counts.failed == 1
 
 
 async def test_a_request_line_without_a_path_is_refused() -> None:
