@@ -12,7 +12,6 @@ import gc
 import mmap
 import os
 import signal
-import socket
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ import uvloop
 from epd.config import ProxyConfig
 from epd.discovery.membership import SourcePages
 from epd.edge.files import Files
+from epd.edge.listening import Sockets
 from epd.edge.tenant_use import TenantLedger
 from epd.observe import logs
 from epd.observe.worker_metrics import keep_counters
@@ -36,8 +36,6 @@ MAX_STANDARD = 2
 
 BEAT_S = 1.0
 """Interval of a worker's heartbeat, in seconds."""
-
-Sockets = tuple[socket.socket, ...]
 
 
 @dataclass(frozen=True, slots=True)
