@@ -171,7 +171,7 @@ async def build_components(
         app[PIPELINE] = pipeline
         app[WARMUP] = Warmup(pipeline.encode, cache)
         app[CONVERSATIONS] = conversations
-        app[ADMIN] = Admin(fleet.table, upstream, config, metrics)
+        app[ADMIN] = Admin(fleet.table, upstream, config)
         app[JUDGE] = KeyJudge(partial(app[ADMIN].of_decode, "/v1/models"))
         # Of the URL of a store, only the scheme: the rest may hold a password.
         store = None if config.ec_store is None else urlsplit(config.ec_store).scheme
@@ -284,12 +284,12 @@ async def _written_pages(
     metrics: MetricsObserver, board: Board, background: Background
 ) -> AsyncIterator[None]:
     """Write what the other workers read of this one, if there are others."""
-    if not isinstance(metrics.shown, WorkerMetrics):
+    if not isinstance(metrics.shown, WorkerMetrics) or board.pages is None:
         yield
         return
     async with (
-        background.run_task("metrics_page", metrics.shown.keep_writing),
-        background.run_task("ui_page", board.keep_writing),
+        background.run_task("metrics_page", metrics.shown.pages.keep_writing),
+        background.run_task("ui_page", board.pages.keep_writing),
     ):
         yield
 
