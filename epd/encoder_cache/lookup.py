@@ -20,7 +20,6 @@ class Lookup:
         claim_s: lifetime of the claims in seconds.
         found: stored entries; None until the store has answered.
         claimed: missing keys that were claimed. A visit that is abandoned may still add some.
-        held_keys: those of them that `Claims` holds for the lookup.
         settled: whether the store has answered the claims of all missing keys.
         problem: error of the claims, if any.
         skipped_claims: whether `skip_claims` disabled the claims.
@@ -33,7 +32,6 @@ class Lookup:
     claim_s: float = 0.0
     found: Mapping[EntryKey, EntryInfo] | None = None
     claimed: Sequence[EntryKey] = ()
-    held_keys: Sequence[EntryKey] = ()
     settled: bool = False
     problem: Exception | None = None
     skipped_claims: bool = False

@@ -18,7 +18,7 @@ from structlog.testing import capture_logs
 
 from ec_store import Entry, EntryKey, open_store
 from ec_store.disk.store import SharedDiskStore
-from epd.encoder_cache.claims import Claims, EncodeClaim
+from epd.encoder_cache.claims import Claims, MakerClaims
 from epd.observe.logs import LogObserver
 from epd.server import app as proxy_app
 from epd.server.app_keys import CONFIG
@@ -97,6 +97,33 @@ async def test_proxies_on_one_store_encode_a_new_picture_once(
         await asyncio.gather(*(items_of(fleet, request(image())) for fleet in fleets))
 
         assert encoded(one) + encoded(other) == 1
+
+
+async def test_an_entry_that_is_being_written_is_not_encoded_again(
+    launch: Launch, backed: Backed, url: str
+) -> None:
+    backed.write_s = 0.5
+    async with caching(launch, backed, url) as fleet:
+        for result in ("encoded", "hit"):
+            assert await items_of(fleet, request(image())) == {result: 1}
+
+
+async def test_requests_that_wait_for_a_failed_encode_make_one_more(
+    launch: Launch, backed: Backed, url: str, joined: list[object]
+) -> None:
+    async with caching(launch, backed, url, on_encode_failure="fail") as fleet:
+
+        async def fails(asked: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            await until(lambda: len(joined) == 6)
+            fleet.e.chat = backed.encodes
+            return await refuses(400, "no")(asked, body)
+
+        fleet.e.chat = fails
+        async with asyncio.TaskGroup() as group:
+            asked = [group.create_task(fleet.chat(request(image()))) for _ in range(6)]
+
+        assert sorted(task.result()[0] for task in asked) == [200] * 5 + [400]
+        assert encoded(fleet) == 2
 
 
 async def test_the_wait_for_a_claim_of_a_dead_holder_is_bounded(
@@ -616,11 +643,11 @@ async def test_an_abandoned_renewal_does_not_release_a_claim_in_use(
     monkeypatch.setattr(SharedDiskStore, "release", recorded)
     async with opened_cache(url, cache_settings(lease_s=1)) as cache:
         claims = Claims(cache, claim_s=0.3, tend_s=0.015)
-        with EncodeClaim(claims, EntryKey(NAMESPACE, "item")) as item:
-            await item.wait_for_turn(1)
+        with MakerClaims(claims) as maker:
+            await maker.wait(EntryKey(NAMESPACE, "item"), 1)
             monkeypatch.setattr(SharedDiskStore, "claim", slow)
             await asyncio.sleep(0.2)  # a renewal has begun
-            item.entry_coming = True
+            maker.end(entry_coming=True)
         await until(lambda: released)
         await asyncio.sleep(1.5)
 
