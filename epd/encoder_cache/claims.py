@@ -17,6 +17,7 @@ from typing import Literal, Self
 from ec_store.bounded import BoundedDict
 from ec_store.entry import EntryInfo
 from ec_store.keys import EntryKey
+from ec_store.opening import ProxyStore
 from epd.aio import Flights
 from epd.encoder_cache.client import EncoderCache
 from epd.encoder_cache.lookup import Lookup
@@ -45,21 +46,6 @@ MAX_ENTRIES = 65536
 """Upper bound of the made entries that are remembered."""
 
 
-@dataclass(slots=True)
-class _Claim:
-    """A claim of this proxy.
-
-    Attributes:
-        since_s: time of the last claim or renewal, on the event loop's clock.
-        taken: whether a request makes the entry, or has made it.
-        until_s: time of its release; infinite until the entry is made.
-    """
-
-    since_s: float
-    taken: bool = False
-    until_s: float = inf
-
-
 class Claims:
     """Takes claims, renews and releases them, and waits for entries.
 
@@ -85,7 +71,8 @@ class Claims:
         self._claim_s = claim_s
         self._written_within_s = written_within_s
         self._tend_s = tend_s
-        self._claims: dict[EntryKey, _Claim] = {}
+        # Time of the release of each claim: None if the claim is free, infinite until a maker ends.
+        self._claims: dict[EntryKey, float | None] = {}
         # When entries that were made should have been stored; without those that were found.
         self._due_s: BoundedDict[EntryKey, float] = BoundedDict(MAX_ENTRIES)
         self._polls: Flights[EntryKey, EntryInfo | Literal["free"] | None] = Flights()
@@ -104,9 +91,8 @@ class Claims:
             raise
         for key in lookup.found or ():
             self._due_s.pop(key, None)
-        now_s = asyncio.get_running_loop().time()
         for key in lookup.claimed:
-            self._claims.setdefault(key, _Claim(now_s)).since_s = now_s
+            self._claims.setdefault(key, None)
         if lookup.claimed and not self._tending:
             self._tending = True
             self.cache.keep_running("claims", self._renew_and_release)
@@ -121,8 +107,7 @@ class Claims:
 
     def is_free(self, key: EntryKey) -> bool:
         """Return whether this proxy has the claim of an entry, and no maker has taken it."""
-        claim = self._claims.get(key)
-        return claim is not None and not claim.taken
+        return self._claims.get(key, inf) is None
 
     def is_late(self, key: EntryKey) -> bool:
         """Return whether a missing entry should have been stored, at most `LATE_S` ago.
@@ -136,7 +121,7 @@ class Claims:
         """Take a free claim for a maker, unless the entry is late. Return whether it was taken."""
         if not self.is_free(key) or self.is_late(key):
             return False
-        self._claims[key].taken = True
+        self._claims[key] = inf
         return True
 
     def end(self, keys: Sequence[EntryKey], *, entry_coming: bool) -> None:
@@ -144,7 +129,7 @@ class Claims:
         if entry_coming:
             until_s = asyncio.get_running_loop().time() + self._written_within_s
             for key in keys:
-                self._claims[key].until_s = self._due_s[key] = until_s
+                self._claims[key] = self._due_s[key] = until_s
             return
         for key in keys:
             del self._claims[key]
@@ -179,29 +164,22 @@ class Claims:
 
     async def _renew_and_release(self) -> None:
         clock = asyncio.get_running_loop().time
+        renew_s = clock() + self._claim_s / 3
         while self._claims:
             await asyncio.sleep(self._tend_s)
-            over = [key for key, claim in self._claims.items() if claim.until_s <= clock()]
+            now_s = clock()
+            over = [key for key, until_s in self._claims.items() if (until_s or inf) <= now_s]
             for key in over:
                 del self._claims[key]
             await self.cache.release(over, self._owner)
-            await self._renew(
-                [
-                    key
-                    for key, claim in self._claims.items()
-                    if clock() - claim.since_s > self._claim_s / 3
-                ]
-            )
+            if self._claims and now_s >= renew_s:
+                renew_s = now_s + self._claim_s / 3
+                keys = [*self._claims]
+                await self.cache.call("renew", partial(self._renew, keys))
         self._tending = False
 
-    async def _renew(self, keys: Sequence[EntryKey]) -> None:
-        now_s = asyncio.get_running_loop().time()
-        for key in keys:
-            self._claims[key].since_s = now_s
-        if keys:
-            await self.cache.call(
-                "renew", lambda store: store.claim(keys, self._owner, self._claim_s)
-            )
+    async def _renew(self, keys: Sequence[EntryKey], store: ProxyStore) -> list[bool]:
+        return await store.claim(keys, self._owner, self._claim_s)
 
 
 @dataclass(slots=True, eq=False)

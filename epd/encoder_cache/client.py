@@ -152,8 +152,7 @@ class EncoderCache:
         if self._store is None or self._reading.open:
             self.operations["lookup", "skipped"] += 1
             return
-        if self._writing.open:
-            look.skip_claims()
+        look.skips_claims = look.owner is not None and self._writing.open
         failure: Exception | None = None
         try:
             await self._look_up_in_time(look, self._store, patient=patient)
@@ -177,7 +176,7 @@ class EncoderCache:
         elif look.settled:
             self.operations["claim", "ok"] += 1
             self._writing.succeeded()
-        elif look.skipped_claims and len(look.found) < len(look.keys):
+        elif look.skips_claims and len(look.found) < len(look.keys):
             self.operations["claim", "skipped"] += 1
 
     async def _look_up_in_time(self, look: Lookup, store: ProxyStore, *, patient: bool) -> None:

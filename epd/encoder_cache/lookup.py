@@ -22,7 +22,7 @@ class Lookup:
         claimed: missing keys that were claimed. A visit that is abandoned may still add some.
         settled: whether the store has answered the claims of all missing keys.
         problem: error of the claims, if any.
-        skipped_claims: whether `skip_claims` disabled the claims.
+        skips_claims: whether the claims are skipped, because writing to the store fails.
         abandoned: whether the request waits no longer for the rest of the visit, which then
             releases at once all claims that it takes.
     """
@@ -34,7 +34,7 @@ class Lookup:
     claimed: Sequence[EntryKey] = ()
     settled: bool = False
     problem: Exception | None = None
-    skipped_claims: bool = False
+    skips_claims: bool = False
     abandoned: bool = False
 
     def run(self, store: Store) -> None:
@@ -47,7 +47,7 @@ class Lookup:
         self.found = {info.key: info for info in infos if info is not None}
         missing = [key for key, info in zip(self.keys, infos, strict=True) if info is None]
         owner = self.owner
-        if owner is None or not missing or self.abandoned:
+        if owner is None or self.skips_claims or not missing or self.abandoned:
             return
         try:
             claims = store.claim_or_find(missing, owner, self.claim_s)
@@ -70,7 +70,8 @@ class Lookup:
         Raises:
             StoreError: the store did not answer.
         """
-        owner, answers = self.owner, list[EntryInfo | bool | None]()
+        owner = None if self.skips_claims else self.owner
+        answers = list[EntryInfo | bool | None]()
         if owner is None:
             answers += await store.lookup(self.keys)
         else:
@@ -83,6 +84,3 @@ class Lookup:
             ]
             if self.abandoned and self.claimed:
                 await store.release(self.claimed, owner)
-
-    def skip_claims(self) -> None:
-        self.skipped_claims, self.owner = self.owner is not None, None
