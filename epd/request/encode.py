@@ -262,7 +262,9 @@ class Encoder:
             UnknownMedia: one of them has no media.
         """
         record = job.request.record
-        self._placement.place_items(job, items, partial(self._is_under_way, job))
+        for pending in items:
+            pending.under_way = pending.output is None and self._is_under_way(job, pending)
+        self._placement.place_items(job, items)
         if places := [pending.place for pending in items if pending.place is not None]:
             record.add_places([place.labels for place in places])
             if OVERLOADED in places:
@@ -271,8 +273,7 @@ class Encoder:
             if pending.output is not None:
                 continue
             if pending.at_consumer:
-                local = EncodedItem(pending.item, OutputFacts(), "local", pending.tokens)
-                pending.output = local
+                pending.output = _local(pending)
             elif not pending.item.has_media:
                 raise UnknownMedia(
                     "no media are stored under this uuid; send them again",
@@ -420,7 +421,11 @@ class Encoder:
         if request.is_spent or not (error.retryable and self._placement.may_leave(job)):
             raise error.at_param(pending.item.param_path) from error.__cause__
         request.record.add_degraded("encode-local")
-        return EncodedItem(pending.item, OutputFacts(), "local", pending.tokens)
+        return _local(pending)
+
+
+def _local(pending: PendingItem) -> EncodedItem:
+    return EncodedItem(pending.item, OutputFacts(), "local", pending.tokens)
 
 
 def _hit(item: MMItem, info: EntryInfo | None) -> EncodedItem | None:

@@ -72,6 +72,7 @@ class PendingItem:
         output_key: the output that it needs; None if an engine makes the item's key.
         entry_key: key of its entry, if it is in the store or requests can wait for it there.
         output: the item with its output, once that is known.
+        under_way: whether another request or another proxy is making its output.
         tokens: predicted number of its encoder tokens; 0 if it is stored.
         place: where it is encoded; None without a policy that decides.
         instance: URL of the encode instance that is expected to encode it first; None if unknown.
@@ -81,6 +82,7 @@ class PendingItem:
     output_key: OutputKey | None
     entry_key: EntryKey | None = None
     output: EncodedItem | None = None
+    under_way: bool = False
     tokens: int = 0
     place: ItemPlace | None = None
     instance: str | None = None

@@ -39,10 +39,6 @@ FITS_SHARE = 0.75
 """Share of the time of an item's first try within which its encode must be predicted to end."""
 
 
-UnderWay = Callable[[PendingItem], bool]
-"""Returns whether an item is being encoded for another request."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Placement:
     """Decisions about where the items of requests are encoded.
@@ -78,9 +74,7 @@ class Placement:
             return None
         return partial(self._namespaces.shares_namespace, namespace=job.namespace)
 
-    def place_items(
-        self, job: EncodeJob, items: Sequence[PendingItem], is_under_way: UnderWay
-    ) -> None:
+    def place_items(self, job: EncodeJob, items: Sequence[PendingItem]) -> None:
         """Set the tokens and the place of the items that are not in the store."""
         missing = [pending for pending in items if pending.output is None]
         model = job.request.body.get("model")
@@ -94,22 +88,16 @@ class Placement:
             for pending in missing:
                 pending.place = forced
         elif rule is not None:
-            self._apply_rule(job, rule, missing, is_under_way)
+            self._apply_rule(job, rule, missing)
         if self.may_leave(job) and not job.reencode:
-            self._shed(job, missing, is_under_way)
+            self._shed(job, missing)
 
-    def _apply_rule(
-        self,
-        job: EncodeJob,
-        rule: ItemRule,
-        missing: Sequence[PendingItem],
-        is_under_way: UnderWay,
-    ) -> None:
+    def _apply_rule(self, job: EncodeJob, rule: ItemRule, missing: Sequence[PendingItem]) -> None:
         """Place items by a rule. Each one then counts in the forecast of the next."""
         forecast = self._forecast(job)
         consumers_write = self._namespaces.consumers_write()
         for pending in missing:
-            if is_under_way(pending):
+            if pending.under_way:
                 pending.place = UNDER_WAY
                 continue
             item, tokens = pending.item, pending.tokens
@@ -146,7 +134,7 @@ class Placement:
             return BESIDE_STORED
         return None
 
-    def _shed(self, job: EncodeJob, missing: Sequence[PendingItem], is_under_way: UnderWay) -> None:
+    def _shed(self, job: EncodeJob, missing: Sequence[PendingItem]) -> None:
         """Leave the items to the consumer that no encode instance is expected to encode in time.
 
         A first try has half of `--encode-timeout-s` if there are several instances. Predictions
@@ -162,7 +150,7 @@ class Placement:
             return
         for pending in waiting:
             queue = forecast.best_queue(pending.tokens, pending.item.identity)
-            if queue is None or is_under_way(pending):
+            if queue is None or pending.under_way:
                 continue
             if queue.finish_s(pending.tokens) > limit_s:
                 pending.place = OVERLOADED

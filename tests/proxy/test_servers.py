@@ -94,49 +94,6 @@ def closed_gate(both: Both, fleet: Fleet) -> Gate:
     return gate
 
 
-async def test_requests_for_one_new_picture_make_one_encode(
-    launch: Launch, both: Both, url: str
-) -> None:
-    async with serving(launch, both, url) as fleet:
-        gate = closed_gate(both, fleet)
-        asked = [asyncio.create_task(items_of(fleet, request(FIRST))) for _ in range(4)]
-        await until(lambda: sent(fleet))
-        await asyncio.sleep(0.1)
-        gate.free.set()
-        items = await asyncio.gather(*asked)
-
-        assert sorted(map(str, items)) == ["{'hit': 1}"] * 3 + ["{'local': 1}"]
-        assert sorted(sent(fleet)) == [["image_embeds"]] * 3 + [["image_url"]]
-
-
-async def test_the_picture_of_a_failed_request_is_encoded_by_the_next_one(
-    launch: Launch, both: Both, url: str
-) -> None:
-    async with serving(launch, both, url) as fleet:
-        gate = Gate(both)
-        refused = asyncio.Event()
-
-        async def refuse(asked: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-            await gate.free.wait()
-            refused.set()
-            for server in fleet.decode:
-                server.chat = both.decodes
-            return await refuses(400, "no")(asked, body)
-
-        for server in fleet.decode:
-            server.chat = refuse
-        first = asyncio.create_task(fleet.chat(request(FIRST)))
-        await until(lambda: sent(fleet))
-        second = asyncio.create_task(items_of(fleet, request(FIRST)))
-        await asyncio.sleep(0.1)
-        gate.free.set()
-
-        async with asyncio.timeout(20):  # a claim that stays would take half a minute
-            assert (await first)[0] == 400
-            assert await second == {"local": 1}
-        assert refused.is_set()
-
-
 async def test_requests_with_each_others_new_pictures_do_not_wait_for_each_other(
     launch: Launch, both: Both, url: str
 ) -> None:

@@ -145,7 +145,7 @@ class EncodeFleet:
         request = Request("r", {}, CONFIG, body={"model": "m"}, items=[item])
         job = EncodeJob(request, Course(items=self.rule))
         pending = PendingItem(item, None, EntryKey("n", "key"))
-        self._placement.place_items(job, [pending], lambda _: False)
+        self._placement.place_items(job, [pending])
         return pending
 
     def _encoded(self, asked: Asked, using: InFlight) -> None:
