@@ -6,7 +6,7 @@ bypasses it: every lookup is a miss, and requests are served as without a store.
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from contextvars import Context
 from typing import Any, Literal, Self, TypeVar
@@ -64,8 +64,6 @@ Operation = Literal[
     "delete",
 ]
 """Operations of the store."""
-READS = frozenset[Operation]({"get_name"})
-"""Operations by `EncoderCache.call` that read. Reads and writes have breakers of their own."""
 Result = Literal["ok", "timeout", "error", "skipped"]
 """Results of an operation. `skipped`: the store is not open, or is bypassed after failures."""
 
@@ -161,7 +159,11 @@ class EncoderCache:
         self._count_lookup(look, failure)
         if look.found:
             self.found_bytes += sum([info.size_bytes for info in look.found.values()])
-            self._lease_again(look.found)
+            until_s = asyncio.get_running_loop().time() + self._config.ec_store_lease_s
+            # Those with less than `ec_store_lease_s` left of their lease.
+            short = [key for key in look.found if self._leased.get(key, 0.0) < until_s]
+            if short:
+                self.run_later(self.lease(short))
 
     def _count_lookup(self, look: Lookup, failure: Exception | None) -> None:
         if look.found is None:
@@ -198,13 +200,6 @@ class EncoderCache:
                 visit.add_done_callback(_seen)
         if visit.done():
             visit.result()
-
-    def _lease_again(self, keys: Iterable[EntryKey]) -> None:
-        """Lease entries with less than `ec_store_lease_s` left of their lease."""
-        until_s = asyncio.get_running_loop().time() + self._config.ec_store_lease_s
-        short = [key for key in keys if self._leased.get(key, 0.0) < until_s]
-        if short:
-            self.run_later(self.lease(short))
 
     async def lease(self, keys: Sequence[EntryKey]) -> None:
         """Protect entries from eviction for a while.
@@ -245,8 +240,11 @@ class EncoderCache:
     async def call(
         self, operation: Operation, call: Callable[[ProxyStore], Awaitable[T]]
     ) -> T | None:
-        """Return the store's answer; None if it did not answer, or is bypassed."""
-        breaker = self._reading if operation in READS else self._writing
+        """Return the store's answer; None if it did not answer, or is bypassed.
+
+        Reads and writes have breakers of their own.
+        """
+        breaker = self._reading if operation == "get_name" else self._writing
         if self._store is None or breaker.open:
             self.operations[operation, "skipped"] += 1
             return None

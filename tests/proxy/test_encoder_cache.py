@@ -39,7 +39,6 @@ from tests.support.fake_instance import (
     STREAM,
     chunk,
     decodes,
-    encodes,
     fails_first,
     hangs,
     prefills,
@@ -526,44 +525,6 @@ async def test_an_item_is_sent_to_three_instances_at_most(launch: Launch) -> Non
 
         assert status == 502
         assert encoded(fleet) == 3
-
-
-async def test_an_encode_without_an_entry_blocks_no_other_request(
-    launch: Launch, backed: Backed, url: str
-) -> None:
-    """Row 15: requests wait shortly for a promised entry, but not for each other."""
-
-    async def forgets(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        return await encodes(request, body)
-
-    async with caching(launch, backed, url) as one, caching(launch, backed, url) as other:
-        for fleet in (one, other):
-            fleet.e.chat = forgets
-            fleet.d.chat = decodes
-        started = asyncio.get_running_loop().time()
-        for fleet in (one, other, one, other):
-            await items_of(fleet, request(image()))
-
-        assert asyncio.get_running_loop().time() - started < 10
-
-
-async def test_options_that_do_not_change_the_key_do_not_hide_it(
-    launch: Launch, backed: Backed, url: str
-) -> None:
-    """In vLLM, options of another modality do not change the key."""
-
-    async def ignores(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        del body["mm_processor_kwargs"]
-        return await backed.encodes(request, body)
-
-    async with caching(launch, backed, url, trust_request_mm_kwargs=True) as fleet:
-        fleet.e.chat = ignores
-        body = request(image(), mm_processor_kwargs={"videos_kwargs": {"fps": 1}})
-        for _ in range(3):
-            await items_of(fleet, body)
-            await asyncio.gather(*backed.writes)
-
-        assert encoded(fleet) == 1
 
 
 async def test_a_wrong_key_fails_only_its_own_request(
