@@ -189,17 +189,14 @@ class EncoderCache:
         else:
             visit = asyncio.ensure_future(look.ask(store))
         try:
-            await _ended(visit, PATIENT_S if patient else self._config.ec_store_budget_s)
-            if look.found is not None and not visit.done():
-                await _ended(visit, PATIENT_S)
+            for limit_s in (PATIENT_S if patient else self._config.ec_store_budget_s, PATIENT_S):
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(limit_s):
+                        await asyncio.shield(visit)
+                if visit.done() or look.found is None:
+                    break
         finally:
-            if visit.done():
-                _seen(visit)  # the request may be cancelled at this very moment
-            else:
-                look.abandoned = True
-                visit.add_done_callback(_seen)
-        if visit.done():
-            visit.result()
+            look.abandoned = not visit.done()
 
     async def lease(self, keys: Sequence[EntryKey]) -> None:
         """Protect entries from eviction for a while.
@@ -312,30 +309,6 @@ class EncoderCache:
         task = asyncio.create_task(work, context=Context())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-async def _ended(visit: "asyncio.Future[None]", timeout_s: float) -> None:
-    """Wait for the end of a visit, with a timeout: a cheaper `asyncio.wait` for one future."""
-    loop = asyncio.get_running_loop()
-    waiter = loop.create_future()
-
-    def wake(*_: object) -> None:
-        if not waiter.done():
-            waiter.set_result(None)
-
-    timer = loop.call_later(timeout_s, wake)
-    visit.add_done_callback(wake)
-    try:
-        await waiter
-    finally:
-        timer.cancel()
-        visit.remove_done_callback(wake)
-
-
-def _seen(visit: "asyncio.Future[None]") -> None:
-    """Retrieve an exception without a waiter, so that asyncio does not log it."""
-    if not visit.cancelled():
-        visit.exception()
 
 
 def _warn(text: str) -> None:

@@ -139,6 +139,7 @@ async def test_a_claim_that_another_request_gave_back_is_claimed_by_the_wait(
     async with claiming(url) as claims, looked(claims, "a"):
         async with looked(claims, "a"):
             pass
+        await until(lambda: free(backed.store, KEYS[0]), timeout_s=30)
         with MakerClaims(claims) as maker:
             assert await maker.wait(KEYS[0], 3600) is None
             assert maker.take(KEYS[0])
