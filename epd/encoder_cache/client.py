@@ -172,9 +172,9 @@ class EncoderCache:
             return
         self.operations["lookup", "ok"] += 1
         self._reading.succeeded()
-        if look.problem is not None or look.abandoned:
-            self.operations["claim", "error" if look.problem else "timeout"] += 1
-            self._writing.record_failure(look.problem or LATE)
+        if failure is not None or look.abandoned:
+            self.operations["claim", "error" if failure else "timeout"] += 1
+            self._writing.record_failure(failure or LATE)
         elif look.settled:
             self.operations["claim", "ok"] += 1
             self._writing.succeeded()
@@ -188,6 +188,7 @@ class EncoderCache:
             visit = store.begin_visit(look.run)
         else:
             visit = asyncio.ensure_future(look.ask(store))
+        visit.add_done_callback(_retrieve_error)
         try:
             for limit_s in (PATIENT_S if patient else self._config.ec_store_budget_s, PATIENT_S):
                 with suppress(TimeoutError):
@@ -309,6 +310,12 @@ class EncoderCache:
         task = asyncio.create_task(work, context=Context())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _retrieve_error(visit: "asyncio.Future[None]") -> None:
+    """Retrieve an exception that may have no waiter left, so that asyncio does not log it."""
+    if not visit.cancelled():
+        visit.exception()
 
 
 def _warn(text: str) -> None:
