@@ -87,7 +87,7 @@ class Claims:
         try:
             await self.cache.run_lookup(lookup, patient=patient)
         except BaseException:  # such as the cancellation of its request
-            self._release(lookup.claimed)
+            self._release([key for key in lookup.claimed if key not in self._claims])
             raise
         for key in lookup.found or ():
             self._due_s.pop(key, None)
