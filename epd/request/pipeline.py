@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from epd.api.prompts import BYTES_PER_TOKEN, prompt_tokens
-from epd.encoder_cache.consumer_claims import ConsumerClaims
+from epd.encoder_cache.claims import MakerClaims
 from epd.encoder_cache.keys import Keys
 from epd.errors import NoInstance, ProxyError
 from epd.media.fetch import MediaFetcher
@@ -90,7 +90,7 @@ class Pipeline:
                         return answer
 
     async def _run_attempt(
-        self, request: Request, attempt: Attempt, claims: ConsumerClaims | None
+        self, request: Request, attempt: Attempt, claims: MakerClaims | None
     ) -> DecodeAnswer:
         """Send a request through its stages once: encode, prefill, decode.
 

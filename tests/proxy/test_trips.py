@@ -129,8 +129,8 @@ async def answered(fleet: Fleet, body: dict[str, Any]) -> None:
     ("start", "most"),
     [
         (text_e_pd, Trip(50, 235, 50)),
-        (picture_e_p_d, Trip(79, 474, 81)),
-        (picture_hit, Trip(75, 397, 72)),
+        (picture_e_p_d, Trip(79, 476, 80)),
+        (picture_hit, Trip(75, 390, 71)),
     ],
 )
 async def test_no_trip_grows(
