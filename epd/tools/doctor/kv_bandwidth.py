@@ -8,7 +8,6 @@ one trial. It has a figure only if decode got no tokens of other requests. No I/
 """
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 from urllib.parse import urlsplit
@@ -77,13 +76,10 @@ class Window(NamedTuple):
 
     Attributes:
         tokens: prompt tokens of the trial.
-        prefill_s, decode_s: durations of the trial's requests in seconds.
     """
 
     transfers: Transfers
     tokens: int
-    prefill_s: float
-    decode_s: float
 
     @property
     def is_alone(self) -> bool:
@@ -102,7 +98,7 @@ class PairFacts:
 
     Attributes:
         small: a trial with few tokens, after a first one that opened the connections.
-        large: trials with as many tokens as fit, repeated until one is alone.
+        large: a trial with as many tokens as fit.
         in_host_memory: whether the KV blocks are known to be in the host's memory.
         problem: why there are no trials; empty if there are.
     """
@@ -110,7 +106,7 @@ class PairFacts:
     prefill: Instance
     decode: Instance
     small: Window | None = None
-    large: Sequence[Window] = ()
+    large: Window | None = None
     in_host_memory: bool = False
     problem: str = ""
 
@@ -126,34 +122,27 @@ class PairFacts:
 
     @property
     def seen(self) -> str:
-        """Bandwidth, delay and cost of the last trial; empty without one."""
-        if self.small is None or not self.large:
+        """Bandwidth and delay of the large trial; empty without one."""
+        if self.small is None or self.large is None:
             return ""
-        found = self.large[-1]
-        reason = self._undecided(found, self.small)
-        prefill_s = sum(trial.prefill_s for trial in self.large)
-        decode_s = sum(trial.decode_s for trial in self.large)
-        notes = (
-            f"{f'no verdict: {reason}; ' if reason else ''}{len(self.large)} x {found.tokens} "
-            f"tokens took {prefill_s:.1f} s of prefill and {decode_s:.1f} s of decode"
-        )
-        if not found.is_alone:
-            return f"transfers of other requests took place at the same time ({notes})"
-        size = found.transfers.bytes
+        reason = self._undecided(self.large, self.small)
+        note = f" (no verdict: {reason})" if reason else ""
+        if not self.large.is_alone:
+            return f"transfers of other requests took place at the same time{note}"
+        size = self.large.transfers.bytes
         return (
-            f"{_figure(size / found.mean_s / GIGA)} GB/s ({_figure(size / MEGA)} MB in "
-            f"{_figure(1000 * found.mean_s)} ms), delay {_figure(1000 * self.small.mean_s)} ms "
-            f"({notes})"
+            f"{_figure(size / self.large.mean_s / GIGA)} GB/s ({_figure(size / MEGA)} MB in "
+            f"{_figure(1000 * self.large.mean_s)} ms), "
+            f"delay {_figure(1000 * self.small.mean_s)} ms{note}"
         )
 
     @property
     def is_slow(self) -> bool:
         """Whether the bandwidth is certainly below `SLOW_BYTES_PER_S`, on one host."""
-        if self.small is None or not self.large:
+        if self.small is None or self.large is None:
             return False
-        found = self.large[-1]
-        slow = found.transfers.bytes / found.mean_s < SLOW_BYTES_PER_S
-        return slow and not self._undecided(found, self.small)
+        slow = self.large.transfers.bytes / self.large.mean_s < SLOW_BYTES_PER_S
+        return slow and not self._undecided(self.large, self.small)
 
     def _undecided(self, found: Window, small: Window) -> str:
         """Return why the bandwidth is not judged; empty if it is."""
