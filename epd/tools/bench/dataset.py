@@ -1,18 +1,15 @@
-"""Data sets for `vllm bench serve`: VisionArena-Chat, and generated folders in its schema.
+"""Data sets for `vllm bench serve`: generated folders in the schema of VisionArena-Chat.
 
 Pictures and questions are generated from a seed and resemble those of VisionArena-Chat. A trace is
 the order in which requests repeat pictures; it determines the hit rate of an ideal cache.
 """
 
-import hashlib
-import logging
 import math
 import os
 import random
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
-from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -140,7 +137,6 @@ def seen_before(trace: Iterable[Hashable]) -> list[bool]:
 
 HUB_NAME = "lmarena-ai/VisionArena-Chat"
 """Data set that vLLM reads the folder as."""
-VISION_ARENA = "visionarena"
 
 
 class BenchFailed(Exception):
@@ -149,7 +145,7 @@ class BenchFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """Data set of one run: a folder or name on the hub, and the picture of each request in turn."""
+    """Data set of one run: a folder, and the picture of each request in turn."""
 
     name: str
     path: str
@@ -173,38 +169,6 @@ def local(data_dir: Path, name: str, prompts: int, seed: int) -> Dataset:
     rows = (_row(f"{seed}/{name}/{at}", number) for at, number in enumerate(trace))
     _publish(train / "metadata.jsonl", b"".join(orjson.dumps(row) + b"\n" for row in rows))
     return Dataset(name, str(folder), tuple(map(_file, trace)))
-
-
-def vision_arena(prompts: int) -> Dataset:
-    """Return the first conversations of VisionArena-Chat, with the digests of their pictures.
-
-    Raises:
-        BenchFailed: the hub cannot be reached, or denies access.
-    """
-    try:
-        from huggingface_hub import HfApi  # noqa: PLC0415 - as below
-
-        # One request: `load_dataset` would retry for half a minute.
-        HfApi().auth_check(HUB_NAME, repo_type="dataset")
-        trace = tuple(islice(media_digests(HUB_NAME), prompts))
-    except Exception as error:  # the type depends on the version of the HTTP library
-        lines = str(error).strip().splitlines()
-        reason = lines[-1] if lines else type(error).__name__
-        raise BenchFailed(f"VisionArena-Chat cannot be read: {reason}") from error
-    return Dataset(VISION_ARENA, HUB_NAME, trace)
-
-
-def media_digests(path: str) -> Iterator[str]:
-    """Yield the SHA-256 of each picture that vLLM sends from a data set."""
-    # Installed only in environments that run vLLM's benchmark.
-    from datasets import load_dataset  # noqa: PLC0415
-
-    logging.getLogger("datasets").setLevel(logging.ERROR)
-    rows = load_dataset(path, split="train", streaming=True).select_columns("images")
-    for row in rows.decode(enable=False):
-        image: dict[str, Any] = row["images"][0]
-        content = image["bytes"] or Path(image["path"]).read_bytes()
-        yield hashlib.sha256(content).hexdigest()
 
 
 def _row(name: str, number: int) -> dict[str, Any]:

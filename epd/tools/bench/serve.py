@@ -12,7 +12,7 @@ from typing import Any
 
 from epd.parser import Commands
 from epd.tools.bench import dataset, targets
-from epd.tools.bench.dataset import LOCAL, REPLAYS, VISION_ARENA, BenchFailed, rng
+from epd.tools.bench.dataset import LOCAL, REPLAYS, BenchFailed, rng
 from epd.tools.bench.runs import (
     Run,
     bench_command,
@@ -59,10 +59,9 @@ def _add_flags(add: Callable[..., Any]) -> None:
         "--dataset",
         dest="replay",
         default=LOCAL,
-        choices=(VISION_ARENA, *REPLAYS, ALL),
-        help="local (default): pictures repeat as in VisionArena-Chat; visionarena: that data set, "
-        "from the hub; pool: 200 pictures at 80%% reuse; window: 4 of 5 pictures were among the "
-        "last 50; all: local, pool and window",
+        choices=(*REPLAYS, ALL),
+        help="local (default): pictures repeat as in VisionArena-Chat; pool: 200 pictures at 80%% "
+        "reuse; window: 4 of 5 pictures were among the last 50; all: each of these",
     )
     number = partial(add, type=int, metavar="N")
     number("--num-prompts", default=100, help="requests per run (default: 100)")
@@ -128,12 +127,9 @@ def _measure(  # noqa: PLR0913 - the command's flags
         "--max-concurrency": max_concurrency,
         "--hf-output-len": output_len,
     }
-    if replay == VISION_ARENA:
-        datasets = [dataset.vision_arena(num_prompts)]
-    else:
-        names = REPLAYS if replay == ALL else [replay]
-        _report(f"pictures of {', '.join(names)} are in {data_dir}")
-        datasets = [dataset.local(data_dir, name, num_prompts, seed) for name in names]
+    names = REPLAYS if replay == ALL else [replay]
+    _report(f"pictures of {', '.join(names)} are in {data_dir}")
+    datasets = [dataset.local(data_dir, name, num_prompts, seed) for name in names]
     runs: list[Run] = []
 
     def write() -> None:

@@ -7,7 +7,6 @@ from typing import Self
 
 from epd.routing.instances import Role
 
-FLOAT32, BFLOAT16 = "float32", "bfloat16"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 UCX = {"UCX_TLS": "all", "UCX_NET_DEVICES": "all"}
 
@@ -60,11 +59,6 @@ class Platform:
         """Return the platform for a model in a directory: vLLM accesses no hub."""
         return replace(self, environment={**OFFLINE, **self.environment})
 
-    def in_bfloat16(self) -> Self:
-        """Return the platform for a model that a CPU computes only in bfloat16."""
-        words = (BFLOAT16 if word == FLOAT32 else word for word in self.flags)
-        return replace(self, flags=tuple(words))
-
     def with_cores(self, cores: int) -> Self:
         """Return the platform for instances that have this number of cores each."""
         if THREADS not in self.environment:
@@ -96,7 +90,7 @@ CPU = Platform(
     # In bfloat16, on a CPU with AMX, vLLM uses an AMX attention kernel. The kernel dies of an
     # illegal instruction in a process that has run no large matrix product yet. A decode instance
     # is such a process: its prompts arrive through NIXL.
-    flags=("--dtype", FLOAT32),
+    flags=("--dtype", "float32"),
     # The model runs in the engine's own process, as on a GPU. On a CPU, vLLM's default is another
     # process, which it binds to cores. These instances are bound to no cores, and one process less
     # saves a third of the start time and 0.7 GB.

@@ -1,9 +1,9 @@
 """Context that runs the servers of a fleet."""
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
 from types import MappingProxyType
@@ -11,40 +11,25 @@ from typing import Any, Self
 
 from epd.routing.instances import Role
 from epd.tools.up.engine import Engine, FleetServer
-from epd.tools.up.plan import PROXY, STORE, FleetPlan
-from epd.tools.up.platforms import CPU
+from epd.tools.up.plan import PROXY, STORE, FleetPlan, plan_fleet
 from epd.tools.up.ports import free_ports
-from epd.tools.up.process import POLL_S, Guard, Process, ProcessDied, stop, wait_until_ready
-from epd.tools.up.settings import Topology
-from epd.tools.up.signals import hold_signals
+from epd.tools.up.process import (
+    POLL_S,
+    STOP_TIMEOUT_S,
+    Process,
+    ProcessDied,
+    stop,
+    wait_until_ready,
+)
+from epd.tools.up.settings import FleetSettings, Topology
 
 READY_TIMEOUT_S = 600.0
+FRONT_STOP_TIMEOUT_S = 15.0
+STORE_STOP_TIMEOUT_S = 5.0
 
 RESTART_S = 1.0
 """Seconds before the first restart of the store's service; they double before each further one."""
 LONGEST_RESTART_S = 60.0
-"""Upper bound of them. A service that has run for longer is restarted as at first."""
-
-
-@dataclass(slots=True)
-class Restarts:
-    """Time of the next restart of a server that has ended. Times are monotonic seconds."""
-
-    due_s: float = inf
-    _started_s: float = -inf
-    _delay_s: float = RESTART_S
-
-    def end(self, now_s: float) -> float:
-        """Return in how many seconds a server that has ended now is started again."""
-        if now_s - self._started_s > LONGEST_RESTART_S:
-            self._delay_s = RESTART_S
-        delay_s, self._delay_s = self._delay_s, min(LONGEST_RESTART_S, 2 * self._delay_s)
-        self.due_s = now_s + delay_s
-        return delay_s
-
-    def start(self, now_s: float) -> None:
-        """Note that the server has been started."""
-        self.due_s, self._started_s = inf, now_s
 
 
 @dataclass(eq=False)
@@ -61,8 +46,6 @@ class Fleet:
     report: Callable[[str], None] = print
     _processes: list[Process] = field(default_factory=list, init=False)
     _unstarted: list[FleetServer] = field(default_factory=list, init=False)
-    _guard: Guard | None = field(default=None, init=False)
-    _restarts: Restarts = field(default_factory=Restarts, init=False)
 
     @property
     def all_engines(self) -> tuple[Engine, ...]:
@@ -84,12 +67,10 @@ class Fleet:
         self.logs.mkdir(parents=True, exist_ok=True)
         with ExitStack() as undo:
             undo.callback(self.stop)
-            self._guard = Guard()
             self._unstarted = self.plan.servers()
             for server in self._unstarted:
                 if server.after:
-                    conditions = " and ".join(other.condition() for other in server.after)
-                    self.report(f"{server.name} starts when {conditions}")
+                    self.report(f"{server.name} starts when {server.condition()}")
             wait_until_ready(self._processes, self.timeout_s, self.report, self._start_due)
             undo.pop_all()
         return self
@@ -121,6 +102,7 @@ class Fleet:
         Only the store's service is started again: engines and the proxy connect to it by
         themselves, and its memory is empty.
         """
+        restart_s, due_s = RESTART_S, inf
         while True:
             for process in tuple(self._processes):
                 try:
@@ -132,11 +114,12 @@ class Fleet:
                         raise ProcessDied(f"{death}\n{lacking}: stopping all servers.") from None
                     self.report(f"{death}\nThe other servers continue without {process.name}.")
                     if process.name == STORE:
-                        delay_s = self._restarts.end(time.monotonic())
-                        self.report(f"{STORE} is started again in {delay_s:.0f} s")
-            if time.monotonic() >= self._restarts.due_s:
+                        self.report(f"{STORE} is started again in {restart_s:.0f} s")
+                        due_s = time.monotonic() + restart_s
+                        restart_s = min(LONGEST_RESTART_S, 2 * restart_s)
+            if time.monotonic() >= due_s:
                 self._start(self.plan.servers()[0])
-                self._restarts.start(time.monotonic())
+                due_s = inf
             time.sleep(POLL_S)
 
     def stop(self) -> None:
@@ -147,42 +130,32 @@ class Fleet:
         """
         front = [process for process in self._processes if process.name == PROXY]
         store = [process for process in self._processes if process.name == STORE]
-        stop([process for process in self._processes if process not in front + store], front, store)
+        engines = [process for process in self._processes if process not in front + store]
+        stop(
+            (front, FRONT_STOP_TIMEOUT_S), (engines, STOP_TIMEOUT_S), (store, STORE_STOP_TIMEOUT_S)
+        )
         self._processes.clear()
-        if self._guard is not None:
-            self._guard.close()
-            self._guard = None
 
     def launch(self, server: FleetServer, log: Path) -> Process:
-        return Process(
-            server.name, server.url, server.command, server.environment, log, self._guard
-        )
+        return Process(server.name, server.url, server.command, server.environment, log)
 
-    def _start_due(self, ready: Collection[str]) -> list[str]:
-        """Start each server that no other one keeps waiting; return the names of the rest.
+    def _start_due(self, ready: set[str]) -> list[str]:
+        """Start each server that waits for no other one; return the names of the rest.
 
         The proxy starts last, when nothing else is left to start.
         """
         for server in tuple(self._unstarted):
-            due = all(self._has_settled(other, ready) for other in server.after)
-            if due and (server.name != PROXY or self._unstarted == [server]):
+            if ready.issuperset(server.after) and (
+                server.name != PROXY or self._unstarted == [server]
+            ):
                 self._start(server)
                 self._unstarted.remove(server)
         return [server.name for server in self._unstarted]
 
-    def _has_settled(self, server: FleetServer, ready: Collection[str]) -> bool:
-        """Return whether a server has started and allocates no more memory of its device."""
-        return server.name in ready or any(
-            process.has_logged(server.settled)
-            for process in self._processes
-            if process.name == server.name and server.settled
-        )
-
     def _start(self, server: FleetServer) -> None:
         log = self.logs / f"{server.name}.log"
         self.report(f"starting {server.name}: {server.url}, log in {log}")
-        with hold_signals():
-            self._processes.append(self.launch(server, log))
+        self._processes.append(self.launch(server, log))
 
     def _end(self, process: Process) -> None:
         process.kill()
@@ -201,44 +174,35 @@ class Stack(Fleet):
         local_media: Path,
         store: str | None = None,
         kv_extra: Mapping[str, Any] = MappingProxyType({}),
-        ec_both: bool = False,
-        kv_events: bool = False,
         flags: Mapping[Role, Sequence[str]] = MappingProxyType({}),
-        proxy_flags: Sequence[str] = (),
         report: Callable[[str], None] = print,
+        **settings: Any,
     ) -> None:
         """Describe the stack; entering the context starts it.
 
         `directory` is for logs, and for the encoder store if `store` is None; a store is unused
-        without instances that write to it. The last part of `model` is the served name. With
-        `kv_events`, the proxy follows the engines' KV events. `report` receives the progress, and
-        `proxy_flags` are for `epd serve`. The other options are those of `Engine`.
+        without instances that write to it. `kv_extra` and `flags` are those of `Engine`, `settings`
+        those of `epd up`. `report` receives the progress.
         """
-        store = store or f"file://{directory.resolve()}/ec-store?max_bytes=1GiB"
-        store = store if topology.uses_store else ""
         port, *ports = free_ports(2 * len(topology.roles) + 1)
-        engines = (
-            Engine(
-                role=role,
-                model=str(model),
-                served_name=model.name,
-                port=api,
-                store=store,
-                side_channel_port=side_channel,
-                platform=CPU.offline(),
-                local_media=str(local_media),
-                kv_extra=kv_extra,
-                ec_both=ec_both or topology.local,
-                kv_events=kv_events,
-                flags=tuple(flags.get(role, ())),
-            )
-            for role, api, side_channel in zip(topology.roles, ports[::2], ports[1::2], strict=True)
-        )
-        plan = FleetPlan(
-            engines=tuple(engines),
-            store=store,
+        given = FleetSettings(
+            model=str(model),
+            topology=topology,
+            device="cpu",
             port=port,
-            local_media=str(local_media),
-            proxy_flags=tuple(proxy_flags),
+            allowed_local_media_path=str(local_media),
+            **settings,
         )
-        super().__init__(plan, directory / "logs", report=report)
+        store = store or f"file://{directory.resolve()}/ec-store?max_bytes=1GiB"
+        plan = plan_fleet(given, {}, store, store_runs=True)
+        engines = (
+            replace(
+                engine,
+                port=api,
+                side_channel_port=side_channel,
+                kv_extra=kv_extra,
+                flags=tuple(flags.get(engine.role, ())),
+            )
+            for engine, api, side_channel in zip(plan.engines, ports[::2], ports[1::2], strict=True)
+        )
+        super().__init__(replace(plan, engines=tuple(engines)), directory / "logs", report=report)
