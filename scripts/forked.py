@@ -20,8 +20,9 @@ from epd.tools.up.engine import FETCHES_ONCE, FleetServer
 from epd.tools.up.platforms import CPU, OFFLINE
 from epd.tools.up.process import Process
 from epd.tools.up.settings import VLLM
-from epd.tools.up.stack import Fleet, Stack
+from epd.tools.up.stack import Fleet
 from scripts.forking import ForkedProgram, next_program, start_server
+from scripts.stack import Stack
 
 SHARED_SERVER = "VLLM_FORK_SERVER"
 """Variable with the socket of a fork server that several test processes use."""
@@ -55,7 +56,7 @@ class ForkedFleet(Fleet):
 
     def launch(self, server: FleetServer, log: Path) -> Process:
         """Fork an engine, or start the proxy."""
-        engines = {engine.name for engine in self.all_engines}
+        engines = {engine.name for engine in self.plan.engines}
         if server.name not in engines:
             return super().launch(server, log)
         return ForkedProcess(server, log)

@@ -286,7 +286,7 @@ def test_roles_of_connectors_are_vllms(vllm: Source, kind: str) -> None:
 
 
 def test_the_cpu_executor_exists(vllm: Source) -> None:
-    module, _, name = str(PLATFORMS["cpu"].executor).rpartition(".")
+    module, _, name = PLATFORMS["cpu"].flags[-1].rpartition(".")
 
     assert methods(vllm.a_class(module.removeprefix("vllm.").replace(".", "/") + ".py", name))
 

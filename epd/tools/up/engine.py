@@ -9,12 +9,9 @@ from typing import Any
 
 from epd.routing.instances import TRANSFERS_KV, Role
 from epd.tools.up.devices import Devices
-from epd.tools.up.platforms import BINDING, UNBOUND, Platform
+from epd.tools.up.platforms import Platform
 from epd.tools.up.settings import FleetSettings
 from epd.tools.up.vllm_flags import flag_value
-
-DIVIDING = re.compile(r"-(tp|pp|dp|dcp|pcp|n)\b|--(.*parallel|nnodes|config\b)")
-"""Flags of vLLM that give an instance several ranks, or may do so."""
 
 SPAWNS = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 """Setting that `--mm-tensor-ipc torch_shm` needs (`VllmConfig.__post_init__`,
@@ -143,7 +140,6 @@ class Engine:
             "--max-num-seqs": self.settings.max_num_seqs or self.platform.max_num_seqs,
             "--api-server-count": self.api_servers if self.api_servers > 1 else None,
             "--tensor-parallel-size": len(self.devices) if len(self.devices) > 1 else None,
-            "--distributed-executor-backend": self._executor(),
             "--kv-events-config": self._events_config(),
             **self._role_values(),
         }
@@ -172,12 +168,6 @@ class Engine:
             own["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(self.side_channel_port)
             defaults |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", **self.platform.ucx}
         return own | {name: self.inherited.get(name, value) for name, value in defaults.items()}
-
-    def _executor(self) -> str | None:
-        """Return the executor; None: vLLM's default, as for several ranks or bound cores."""
-        divided = len(self.devices) > 1 or any(DIVIDING.match(flag) for flag in self.flags)
-        bound = self.environment().get(BINDING, UNBOUND) != UNBOUND
-        return None if divided or bound else self.platform.executor
 
     def _events_config(self) -> str | None:
         if not self.events_address:

@@ -1,18 +1,15 @@
 """Context that runs the servers of a fleet."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Self
+from typing import Self
 
-from epd.routing.instances import Role
-from epd.tools.up.engine import Engine, FleetServer
-from epd.tools.up.plan import PROXY, STORE, FleetPlan, plan_fleet
-from epd.tools.up.ports import free_ports
+from epd.tools.up.engine import FleetServer
+from epd.tools.up.plan import PROXY, STORE, FleetPlan
 from epd.tools.up.process import (
     POLL_S,
     STOP_TIMEOUT_S,
@@ -21,7 +18,6 @@ from epd.tools.up.process import (
     stop,
     wait_until_ready,
 )
-from epd.tools.up.settings import FleetSettings, Topology
 
 READY_TIMEOUT_S = 600.0
 FRONT_STOP_TIMEOUT_S = 15.0
@@ -48,19 +44,8 @@ class Fleet:
     _unstarted: list[FleetServer] = field(default_factory=list, init=False)
 
     @property
-    def all_engines(self) -> tuple[Engine, ...]:
-        return self.plan.engines
-
-    @property
-    def store(self) -> str:
-        return self.plan.store
-
-    @property
     def url(self) -> str:
         return self.plan.url
-
-    def of_role(self, role: Role) -> list[Engine]:
-        return self.plan.of_roles(role)
 
     def __enter__(self) -> Self:
         """Start all servers; raise `ProcessDied` or `TimeoutError` if one does not become ready."""
@@ -77,24 +62,6 @@ class Fleet:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
-
-    def kill(self, engine: Engine) -> None:
-        """Kill an engine with all its children, as a crash may."""
-        self._end(self.process_of(engine))
-
-    def restart(self, engine: Engine) -> None:
-        """Start an engine that was killed; fail as the start of the fleet does."""
-        self._start(engine.server())
-        wait_until_ready(self._processes[-1:], self.timeout_s, self.report)
-
-    def process_of(self, engine: Engine) -> Process:
-        [process] = [process for process in self._processes if process.name == engine.name]
-        return process
-
-    def check_alive(self) -> None:
-        """Raise `ProcessDied` if a server has ended."""
-        for process in self._processes:
-            process.check_alive()
 
     def watch(self) -> None:
         """Report each server that ends; raise `ProcessDied` once the fleet cannot answer.
@@ -160,49 +127,3 @@ class Fleet:
     def _end(self, process: Process) -> None:
         process.kill()
         self._processes.remove(process)
-
-
-class Stack(Fleet):
-    """Fleet for a model in a directory, on this machine's CPU and on free ports."""
-
-    def __init__(  # noqa: PLR0913 - all that a stack depends on
-        self,
-        model: Path,
-        topology: Topology,
-        directory: Path,
-        *,
-        local_media: Path,
-        store: str | None = None,
-        kv_extra: Mapping[str, Any] = MappingProxyType({}),
-        flags: Mapping[Role, Sequence[str]] = MappingProxyType({}),
-        report: Callable[[str], None] = print,
-        **settings: Any,
-    ) -> None:
-        """Describe the stack; entering the context starts it.
-
-        `directory` is for logs, and for the encoder store if `store` is None; a store is unused
-        without instances that write to it. `kv_extra` and `flags` are those of `Engine`, `settings`
-        those of `epd up`. `report` receives the progress.
-        """
-        port, *ports = free_ports(2 * len(topology.roles) + 1)
-        given = FleetSettings(
-            model=str(model),
-            topology=topology,
-            device="cpu",
-            port=port,
-            allowed_local_media_path=str(local_media),
-            **settings,
-        )
-        store = store or f"file://{directory.resolve()}/ec-store?max_bytes=1GiB"
-        plan = plan_fleet(given, {}, store, store_runs=True)
-        engines = (
-            replace(
-                engine,
-                port=api,
-                side_channel_port=side_channel,
-                kv_extra=kv_extra,
-                flags=tuple(flags.get(engine.role, ())),
-            )
-            for engine, api, side_channel in zip(plan.engines, ports[::2], ports[1::2], strict=True)
-        )
-        super().__init__(replace(plan, engines=tuple(engines)), directory / "logs", report=report)

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from epd.tools.up.platforms import CPU
 from epd.tools.up.ports import free_ports
 from epd.tools.up.process import STOP_TIMEOUT_S, Process, ProcessDied, stop, wait_until_ready
 from epd.tools.up.settings import FleetSettings, Topology
-from epd.tools.up.stack import Stack
+from scripts.stack import Stack
 
 SERVER = """
 import subprocess, sys, http.server
@@ -246,36 +245,6 @@ def test_additional_flags_of_an_engine_are_the_last_ones() -> None:
     more = ("--dtype", "bfloat16")
 
     assert engine(Role.ENCODE, *more).command()[-2:] == more
-
-
-@pytest.mark.parametrize(
-    ("more", "inside"),
-    [
-        ((), True),
-        (("--seed", "1", "--port-pool", "tp"), True),
-        (("--tensor-parallel-size", "2"), False),
-        (("-tp", "2"), False),
-        (("-tp=2",), False),
-        (("--pipeline_parallel_size=2",), False),
-        (("--data-parallel-size-local", "2"), False),
-        (("--config", "engine.yaml"), False),
-        (("-n", "2"), False),
-        (("--nnodes=2",), False),
-    ],
-)
-def test_on_a_cpu_a_model_of_one_rank_runs_in_the_engines_process(
-    more: tuple[str, ...], inside: bool
-) -> None:
-    command = engine(Role.ENCODE, *more).command()
-
-    assert ("--distributed-executor-backend" in command) is inside
-
-
-@pytest.mark.parametrize(("cores", "inside"), [("nobind", True), ("0-7", False), ("auto", False)])
-def test_vllm_binds_a_model_to_the_cores_that_the_caller_names(cores: str, inside: bool) -> None:
-    bound = replace(engine(Role.ENCODE), inherited={"VLLM_CPU_OMP_THREADS_BIND": cores})
-
-    assert ("--distributed-executor-backend" in bound.command()) is inside
 
 
 def test_a_stack_gives_flags_to_the_engines_of_a_role(tmp_path: Path) -> None:
