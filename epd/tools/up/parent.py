@@ -23,4 +23,7 @@ def end_with_parent(parent: int) -> None:
 if __name__ == "__main__":
     end_with_parent(int(sys.argv[1]))
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and the command would too
-    os.execvp(sys.argv[2], sys.argv[2:])  # noqa: S606 - the command is `epd up`'s own
+    try:
+        os.execvp(sys.argv[2], sys.argv[2:])  # noqa: S606 - the command is `epd up`'s own
+    except OSError as error:
+        sys.exit(f"{sys.argv[2]!r} cannot be started: {error.strerror}")
