@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import random
 import signal
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
@@ -21,10 +20,6 @@ from epd.shared_page import PageUnreadable, SharedPage
 from epd.tools.up.process import Process
 from scripts.chaos_fleet import ENVIRONMENT, READY_S, wait_for
 from scripts.chaos_load import MOST_TOLD
-
-FIRST_KILL_S, NEXT_KILL_S = (2.0, 8.0), (35.0, 60.0)
-"""Ranges of the first kill of a worker and of the interval to the next one, in seconds. A worker
-that dies five times within 30 s of its start ends the proxy."""
 
 STOPPED_S = 5.0
 ENDS_WITHIN_S = 10.0
@@ -184,25 +179,6 @@ class Worker:
         cut = Cut(asyncio.get_running_loop().time(), frozenset(_accepted(pid, self._port)))
         os.kill(pid, signal.SIGKILL)
         return cut
-
-
-@dataclass(frozen=True)
-class Kill:
-    """Planned kill of a worker, in seconds from the start."""
-
-    worker: Worker
-    at_s: float
-
-
-def kills_of_workers(workers: Sequence[Worker], rng: random.Random, seconds: float) -> list[Kill]:
-    """Return random kills of each worker, rare enough for the proxy to keep running."""
-    planned = []
-    for worker in workers:
-        at_s = rng.uniform(*FIRST_KILL_S)
-        while at_s < seconds:
-            planned.append(Kill(worker, at_s))
-            at_s += rng.uniform(*NEXT_KILL_S)
-    return planned
 
 
 def under_way(pages: Mapping[str, Page]) -> list[str]:

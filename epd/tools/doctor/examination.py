@@ -12,6 +12,7 @@ from epd.tools.doctor.facts import InstanceFacts
 from epd.tools.doctor.findings import WARN, Finding, by_severity
 from epd.tools.doctor.host import read_host
 from epd.tools.doctor.instances import read_instance, try_subscription
+from epd.tools.doctor.kv_bandwidth import judge_pair
 from epd.tools.doctor.sources import read_sources
 from epd.tools.doctor.store import read_store
 from epd.tools.doctor.trials import Trials, Waits
@@ -57,9 +58,7 @@ async def examine(
     for engine in instances:
         findings += [*judge(checks.INSTANCE, engine, engine.name), *judge_trials(engine)]
     findings += judge(checks.FLEET, usable)
-    for pair in trials.pairs:
-        findings += judge(checks.PAIR, pair, pair.name)
-    return by_severity(findings)
+    return by_severity([*findings, *map(judge_pair, trials.pairs)])
 
 
 async def _try_subscriptions(config: ProxyConfig, instances: Sequence[InstanceFacts]) -> None:

@@ -13,10 +13,15 @@ from typing import Any
 import pytest
 
 from epd.routing.instances import Instance, Role
-from epd.tools.doctor import checks
-from epd.tools.doctor.checks import judge
 from epd.tools.doctor.findings import Finding, Verdict
-from epd.tools.doctor.kv_bandwidth import MIN_BYTES, PairFacts, Transfers, Window, read_transfers
+from epd.tools.doctor.kv_bandwidth import (
+    MIN_BYTES,
+    PairFacts,
+    Transfers,
+    Window,
+    judge_pair,
+    read_transfers,
+)
 
 PAGES = Path(__file__).with_name("nixl_metrics")
 P, D = Instance(Role.PREFILL, "http://h:1"), Instance(Role.DECODE, "http://h:2")
@@ -51,11 +56,6 @@ PROMPT = window(0.01, size=1e6)
 
 def judged(large: Window, small: Window = PROMPT, **changes: Any) -> Finding:
     return judge_pair(replace(PairFacts(P, D, small, large), **changes))
-
-
-def judge_pair(facts: PairFacts) -> Finding:
-    [finding] = judge(checks.PAIR, facts, facts.name)
-    return finding
 
 
 def test_a_recorded_transfer_has_the_bandwidth_of_its_link() -> None:
