@@ -1,4 +1,4 @@
-"""Data sets for `vllm bench serve`: generated folders in the schema of VisionArena-Chat.
+"""Data sets for `vllm bench serve`: generated pictures and questions.
 
 Pictures and questions are generated from a seed and resemble those of VisionArena-Chat. A trace is
 the order in which requests repeat pictures; it determines the hit rate of an ideal cache.
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import orjson
 from PIL import Image
@@ -27,7 +26,7 @@ GROUND = (8, 8)
 GRAIN = 0.65
 """Share of noise in a picture: with JPEG quality 75, a pixel then takes half a byte."""
 QUALITY = 75
-"""JPEG quality: PIL's default, with which `vllm bench serve` re-encodes each picture."""
+"""JPEG quality: PIL's default."""
 
 _ASKS = (
     *("Please describe", "What can you tell me about", "Explain to me", "Write a caption for"),
@@ -135,17 +134,13 @@ def seen_before(trace: Iterable[Hashable]) -> list[bool]:
     return before
 
 
-HUB_NAME = "lmarena-ai/VisionArena-Chat"
-"""Data set that vLLM reads the folder as."""
-
-
 class BenchFailed(Exception):
     """Error of a benchmark without a result. The message has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """Data set of one run: a folder, and the picture of each request in turn."""
+    """Data set of one run: a file for vLLM, and the picture of each request in turn."""
 
     name: str
     path: str
@@ -153,31 +148,24 @@ class Dataset:
 
 
 def local(data_dir: Path, name: str, prompts: int, seed: int) -> Dataset:
-    """Write a folder with the conversations of a replay; present pictures are kept.
-
-    The folder is an image folder of Hugging Face: `load_dataset(folder)` returns the columns of
-    VisionArena-Chat that vLLM reads: `images[0]` and the first message of `conversation`.
-    """
+    """Write the conversations of a replay, as vLLM's `custom_image`; present pictures are kept."""
     trace = REPLAYS[name](rng(seed, name), prompts)
     folder = data_dir / f"{name}-{seed}"
-    train = folder / "train"
-    (train / "pictures").mkdir(parents=True, exist_ok=True)
-    for number in sorted(set(trace)):
-        path = train / _file(number)
+    folder.mkdir(parents=True, exist_ok=True)
+    pictures = {number: folder / f"{number:06}.jpg" for number in sorted(set(trace))}
+    for number, path in pictures.items():
         if not path.exists():
             _publish(path, jpeg(rng(seed, name, "picture", number)))
-    rows = (_row(f"{seed}/{name}/{at}", number) for at, number in enumerate(trace))
-    _publish(train / "metadata.jsonl", b"".join(orjson.dumps(row) + b"\n" for row in rows))
-    return Dataset(name, str(folder), tuple(map(_file, trace)))
-
-
-def _row(name: str, number: int) -> dict[str, Any]:
-    turn = [{"role": "user", "content": question(rng(name))}]
-    return {"images_file_names": [_file(number)], "conversation": [turn]}
-
-
-def _file(number: int) -> str:
-    return f"pictures/{number:06}.jpg"
+    rows = (
+        {
+            "prompt": question(rng(f"{seed}/{name}/{at}")),
+            "image_files": [str(pictures[number].resolve())],
+        }
+        for at, number in enumerate(trace)
+    )
+    path = folder / "requests.jsonl"
+    _publish(path, b"".join(orjson.dumps(row) + b"\n" for row in rows))
+    return Dataset(name, str(path), tuple(pictures[number].name for number in trace))
 
 
 def _publish(path: Path, content: bytes) -> None:

@@ -25,7 +25,6 @@ from epd.tools.bench.targets import BenchTarget
 from epd.tools.up.signals import leave_contexts_on_signals
 
 ALL = "all"
-NEEDED = ("vllm", "datasets", "pandas")
 
 
 def add_parser(benchmarks: Commands) -> None:
@@ -92,8 +91,8 @@ def _add_flags(add: Callable[..., Any]) -> None:
 
 
 def _run(**flags: Any) -> None:
-    if missing := [name for name in NEEDED if find_spec(name) is None]:
-        sys.exit(f"epd bench serve: needs {', '.join(missing)}: pip install '.[vllm,bench]'")
+    if find_spec("vllm") is None:
+        sys.exit("epd bench serve: needs vllm: pip install '.[vllm]'")
     leave_contexts_on_signals()
     try:
         _measure(**flags)
@@ -125,7 +124,7 @@ def _measure(  # noqa: PLR0913 - the command's flags
     load = {
         "--request-rate": request_rate,
         "--max-concurrency": max_concurrency,
-        "--hf-output-len": output_len,
+        "--custom-output-len": output_len,
     }
     names = REPLAYS if replay == ALL else [replay]
     _report(f"pictures of {', '.join(names)} are in {data_dir}")
