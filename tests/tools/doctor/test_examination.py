@@ -172,16 +172,11 @@ BOUNDS_S = (0.005, 0.05, 0.5, 5.0, float("inf"))
 
 @dataclass
 class Counts:
-    """Transfers that a decode instance counts as vLLM does, by their tokens.
-
-    Attributes:
-        busy: tokens of the other requests that it gets during each request of a trial.
-    """
+    """Transfers that a decode instance counts as vLLM does, by their tokens."""
 
     kb_per_token: int = 100
     seconds: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    busy: list[int] = field(default_factory=list)
 
     def add(self, tokens: int) -> None:
         """Count a transfer at 0.5 GB/s."""
@@ -211,8 +206,6 @@ class Counts:
         async def chat(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
             if request.path == "/v1/completions":
                 self.add(len(body["prompt"]))
-                for tokens in self.busy:
-                    self.add(tokens)
             return await decodes_it(request, body)
 
         decode.chat = chat
@@ -257,15 +250,6 @@ async def test_a_trial_stays_small_if_the_longest_request_is_unknown(
     await clinic.findings(**WITHOUT)
 
     assert counts.tokens[:2] == [trials.TOKENS] * 2
-
-
-async def test_a_trial_beside_other_transfers_has_no_figure(clinic: Clinic, talking: Turns) -> None:
-    counts = Counts(busy=[50])
-    counts.count(clinic)
-    finding = of_pair(await clinic.findings(**WITHOUT))
-
-    assert counts.tokens.count(MAX_TOKENS - 1) == 1
-    assert finding.seen.startswith("transfers of other requests took place at the same time")
 
 
 async def test_kv_blocks_on_a_machine_without_accelerators_are_not_judged(
