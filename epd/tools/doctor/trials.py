@@ -249,11 +249,11 @@ class Trials:
         try:
             keeps = await self._transfer(*pair)
         except ProxyError as error:
-            failed = decode if error.stage == "decode" else prefill
-            failed_stage = facts.DECODE if failed is decode else facts.PREFILL
-            failed.add_trial(failed_stage, Trial(str(error)))
-            if failed is decode:
+            if error.stage == "decode":
                 prefill.add_trial(facts.PREFILL, Trial())
+                decode.add_trial(facts.DECODE, Trial(str(error)))
+            else:
+                prefill.add_trial(facts.PREFILL, Trial(str(error)))
             return
         prefill.add_trial(facts.PREFILL, Trial())
         decode.add_trial(facts.DECODE, Trial())
