@@ -63,9 +63,6 @@ class Server(ThreadingHTTPServer):
         """Suppress errors of clients that send a request and disconnect."""
 
 
-SETTLED = (
-    "INFO 11-21 17:53:40 [core.py:403] init engine (profile, create kv cache, warmup model) took"
-)
 PROFILE_S = 2.0
 
 
@@ -88,7 +85,6 @@ class Device:
         """Allocate as vLLM does; exit as it does if a neighbour allocates while it measures."""
         if "ec_producer" in " ".join(sys.argv):
             self.allocate("weights")
-            print(f"{SETTLED} 0.10 s", flush=True)
             time.sleep(PROFILE_S)  # the process of the API prepares media on the device
             self.allocate("processor")
             return
@@ -101,7 +97,6 @@ class Device:
                 sys.exit("RuntimeError: Engine core initialization failed.")
             time.sleep(0.01)
         self.allocate("kv-cache")
-        print(f"{SETTLED} 0.10 s", flush=True)
 
 
 def main() -> None:
