@@ -16,7 +16,7 @@ from ec_store.config import duration_s, octal, parameters, size_bytes, size_text
 from ec_store.disk.files import Folder
 from ec_store.errors import StoreUnavailable
 
-FORMAT = 2
+FORMAT = 3
 """Format version of the store's folders and files. Changes that older releases cannot read increase
 it."""
 

@@ -14,8 +14,8 @@ LISTED = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # Without O_NONBLOCK, opening a FIFO that another user created would wait for its writer.
 READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+UNNAMED = os.O_WRONLY | os.O_TMPFILE | os.O_CLOEXEC
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
-NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -122,15 +122,41 @@ class Folder:
         with self.scan() as listing:
             return [item.name for item in listing]
 
-    def create(self, name: str) -> int:
+    def create(self, name: str) -> None:
+        """Create an empty file. Raises OSError."""
         fd = self.open(name, CREATE, self.modes.file)
+        try:
+            os.fchmod(fd, self.modes.file)
+        finally:
+            os.close(fd)
+
+    def create_unnamed(self) -> int:
+        """Create a file without a name, which ends with its process; return its descriptor."""
+        fd = self.open(".", UNNAMED, self.modes.file)
         try:
             os.fchmod(fd, self.modes.file)
         except OSError:
             os.close(fd)
-            self.remove(name)
             raise
         return fd
+
+    def publish(self, fd: int, name: str) -> bool:
+        """Give an unnamed file its name; False if the name exists."""
+        try:
+            os.link(f"/proc/self/fd/{fd}", name, dst_dir_fd=self.fd)
+        except FileExistsError:
+            return False
+        return True
+
+    def publish_over(self, fd: int, name: str) -> None:
+        """Give an unnamed file its name, also if the name exists."""
+        staging = f".{secrets.token_hex(8)}.tmp"
+        self.publish(fd, staging)
+        try:
+            os.rename(staging, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+        except BaseException:
+            self.remove(staging)
+            raise
 
     def read(self, name: str, size: int) -> bytes:
         fd = self.open(name, READ)
@@ -141,50 +167,22 @@ class Folder:
 
     def replace(self, name: str, content: bytes) -> None:
         """Write a small file atomically."""
-        staging = f".{secrets.token_hex(8)}.tmp"
-        fd = self.create(staging)
-        try:
-            try:
-                write(fd, [memoryview(content)])
-            finally:
-                os.close(fd)
-            os.rename(staging, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
-        except BaseException:
-            self.remove(staging)
-            raise
+        with self._written(content) as fd:
+            self.publish_over(fd, name)
 
     def add(self, name: str, content: bytes) -> bool:
-        """Write a small file atomically, as `replace`; False if the name exists."""
-        staging = f".{secrets.token_hex(8)}.tmp"
-        self.replace(staging, content)
+        """Write a small file atomically; False if the name exists."""
+        with self._written(content) as fd:
+            return self.publish(fd, name)
+
+    @contextmanager
+    def _written(self, content: bytes) -> Iterator[int]:
+        fd = self.create_unnamed()
         try:
-            return self.publish(staging, name)
+            write(fd, [memoryview(content)])
+            yield fd
         finally:
-            self.remove(staging)
-
-    def publish(self, staging: str, name: str) -> bool:
-        """Give a staging file its final name; False if the name exists."""
-        try:
-            os.link(staging, name, src_dir_fd=self.fd, dst_dir_fd=self.fd, follow_symlinks=False)
-        except FileExistsError:
-            return False
-        except OSError as error:
-            # A second name may need room, as on tmpfs, where each takes a file of the upper bound.
-            if error.errno not in NO_LINKS | NO_ROOM:
-                raise
-            os.rename(staging, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
-        return True
-
-    def rename(self, name: str, new: str) -> None:
-        os.rename(name, new, src_dir_fd=self.fd, dst_dir_fd=self.fd)
-
-    def link(self, name: str, text: str) -> bool:
-        """Create a symbolic link with data as its text, not a target; False if the name exists."""
-        try:
-            os.symlink(text, name, dir_fd=self.fd)
-        except FileExistsError:
-            return False
-        return True
+            os.close(fd)
 
     def has(self, name: str) -> bool:
         """Return whether the name exists. Raises OSError if that cannot be determined."""
@@ -212,8 +210,9 @@ class Folder:
         return False
 
 
-def write(fd: int, parts: Sequence[memoryview], offset: int = 0) -> None:
+def write(fd: int, parts: Sequence[memoryview]) -> None:
     """Write all parts, also if the system accepts only a piece at a time."""
+    offset = 0
     left = [part.cast("B") for part in parts if part.nbytes]
     while left:
         written = os.pwritev(fd, left, offset)

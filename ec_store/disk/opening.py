@@ -19,7 +19,6 @@ from ec_store.disk.config import (
 )
 from ec_store.disk.files import NO_ROOM, Folder, Modes
 from ec_store.disk.housekeeping import Housekeeping
-from ec_store.disk.ledger import LedgerLost
 from ec_store.disk.tree import Tree
 from ec_store.errors import StoreUnavailable
 
@@ -102,11 +101,6 @@ class DiskOpening:
                 raise
         finally:
             tree.root.remove(name)
-
-    def handle_error(self, error: OSError) -> None:
-        """Reopen the directory at its next use if its ledger is lost."""
-        if isinstance(error, LedgerLost):
-            self.reopen_later()
 
     def counted(self, *, create: bool = False) -> Tree:
         """Return the open directory, as `tree`, with a ledger.
