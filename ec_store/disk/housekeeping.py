@@ -91,12 +91,14 @@ class Housekeeping:
         settings: settings of the store, as last read; they apply to every process that opens it.
     """
 
-    def __init__(self, counts: Counts) -> None:
+    def __init__(self, counts: Counts, *, restores: bool) -> None:
         """Create the object without access to a store.
 
-        `counts` gets `evictions`, and observes `eviction_seconds`.
+        `counts` gets `evictions`, and observes `eviction_seconds`. `restores` allows this process
+        to count the entries of a directory without a ledger.
         """
         self._counts = counts
+        self._restores = restores
         self.settings = StoreSettings()
         self._fruitless_until_s = float("-inf")
         self._useless_until_s = float("-inf")
@@ -140,7 +142,7 @@ class Housekeeping:
             if coming_bytes > quota:
                 raise EntryTooLarge(f"it takes {coming_bytes} bytes of a quota of {quota}")
             lacking = partial(self._lacking, file_system, coming_bytes)
-            if lacking(ledger.total(tree.root), 0) <= 0:
+            if lacking(self.usage(tree), 0) <= 0:
                 self._reserve_kept = True
                 break
             if time.monotonic() < self._fruitless_until_s:
@@ -226,7 +228,7 @@ class Housekeeping:
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise
-        before, evicted = ledger.total(tree.root), self._counts["evictions"]
+        before, evicted = self.usage(tree), self._counts["evictions"]
         expired: list[Found] = []
         unread: list[OSError] = []
         size_bytes = entries = 0
@@ -242,14 +244,21 @@ class Housekeeping:
         _tidy(tree)
         return self._counts["evictions"] - evicted
 
-    def restore_ledger(self, tree: Tree) -> None:
-        """Count all files for a ledger that is missing or damaged.
+    def usage(self, tree: Tree) -> Usage:
+        """Return the sums of the ledger. If it is missing or damaged, all files are counted first.
 
-        Meanwhile no other process writes, since it cannot charge an entry. Raises OSError.
+        Meanwhile no other process writes, since it cannot charge an entry. The count takes seconds
+        at 100,000 entries.
+
+        Raises:
+            LedgerLost: it is missing or damaged, and this process may not count.
+            OSError: the ledger or the files cannot be read.
         """
-        with suppress(LedgerLost):
-            ledger.total(tree.root)
-            return
+        try:
+            return ledger.total(tree.root)
+        except LedgerLost:
+            if not self._restores:
+                raise
         unread: list[OSError] = []
         sizes = [taken_bytes(found.size_bytes) for found in tree.scan(unread)]
         for error in unread:
@@ -258,6 +267,7 @@ class Housekeeping:
         usage = Usage(charged_bytes=sum(sizes), charged=len(sizes))
         if not ledger.create(tree.root, usage):
             ledger.restore(tree.root, usage)
+        return ledger.total(tree.root)
 
     def _free(self, tree: Tree, lacking: Lacking) -> Freed:
         """Evict the least recently used of random samples until nothing is lacking.
@@ -270,7 +280,7 @@ class Housekeeping:
         started_s = time.monotonic()
         freed = fruitless = 0
         last = Freed(0)
-        while (excess := lacking(ledger.total(tree.root), freed)) > 0:
+        while (excess := lacking(self.usage(tree), freed)) > 0:
             last = self._evict_sample(tree, excess)
             freed += last.bytes
             fruitless = 0 if last.bytes else fruitless + 1
@@ -282,7 +292,7 @@ class Housekeeping:
 
     def _evict_sample(self, tree: Tree, excess: int) -> Freed:
         """Evict the expired entries of a random sample, and others to free `excess` bytes."""
-        before, now = ledger.total(tree.root), time.time()
+        before, now = self.usage(tree), time.time()
         wanted = sample_size(excess, before.mean_bytes)
         unread: list[OSError] = []
         sample = list(islice(tree.scan(unread, clean=True), wanted))

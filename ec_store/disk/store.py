@@ -20,7 +20,7 @@ from ec_store.disk.eviction_policy import taken_bytes
 from ec_store.disk.files import NO_ROOM, Folder, close_quietly, is_regular
 from ec_store.disk.housekeeping import Housekeeping
 from ec_store.disk.leases import add_lease, count_leased, lease_folder, leased_digests
-from ec_store.disk.ledger import LedgerLost, Usage
+from ec_store.disk.ledger import Usage
 from ec_store.disk.listing import list_entries, valid_registrations
 from ec_store.disk.lock import try_lock, unlock
 from ec_store.disk.opening import DiskOpening
@@ -61,7 +61,7 @@ class SharedDiskStore(Store):
         self._config = config
         self._create = create
         self.counts = Counts()
-        self._keeper = Housekeeping(self.counts)
+        self._keeper = Housekeeping(self.counts, restores=create)
         self._opening = DiskOpening(config, self._keeper, create=create)
         self._files = EntryFiles()
 
@@ -156,7 +156,7 @@ class SharedDiskStore(Store):
 
     def delete(self, keys: Sequence[EntryKey]) -> int:
         with self._translate_errors("entries could not be deleted"):
-            tree = self._opening.counted()
+            tree = self._opening.tree()
             return sum(self._delete(tree, key.digest) for key in keys)
 
     def purge(self, namespace: str) -> int:
@@ -187,18 +187,18 @@ class SharedDiskStore(Store):
     def evict(self) -> int:
         """Bring the store under its quota; return the number of removed entries."""
         with self._translate_errors("the store cannot be evicted from"):
-            return self._keeper.evict(self._opening.counted())
+            return self._keeper.evict(self._opening.tree())
 
     def sweep(self, every_s: float = 0.0) -> int:
         """Sweep (see `Store.sweep`), unless another process is sweeping."""
         with self._translate_errors("the store cannot be swept"):
-            tree = self._opening.counted()
+            tree = self._opening.tree()
             return self._keeper.sweep(tree, every_s) + self._keeper.evict(tree)
 
     def stats(self) -> StoreStats:
         with self._translate_errors("the store cannot be read"):
-            tree = self._opening.counted()
-            usage = ledger.total(tree.root)
+            tree = self._opening.tree()
+            usage = self._keeper.usage(tree)
             quota_bytes = self._keeper.quota_bytes(tree.file_system())
             leased = count_leased(tree.leases, time.time())
         return StoreStats(
@@ -232,8 +232,6 @@ class SharedDiskStore(Store):
         try:
             yield
         except OSError as error:
-            if isinstance(error, LedgerLost):
-                self._opening.reopen_later()
             raise self._problem(what, error) from error
 
     def _problem(self, what: str, error: OSError, advice: str = "") -> StoreUnavailable:
@@ -245,7 +243,7 @@ class SharedDiskStore(Store):
         if not replace and self._read(key, load_header, use=True) is not None:
             return False
         for room_bytes in (taken_bytes(size) << n for n in range(ROOM_MADE)):
-            tree = self._opening.counted(create=True)
+            tree = self._opening.tree(create=True)
             try:
                 return self._write(tree, key, entry, size, replace=replace)
             except OSError as error:
@@ -258,7 +256,7 @@ class SharedDiskStore(Store):
                 else:
                     raise
         # The last time, with room or with the directory that is there now.
-        tree = self._opening.counted(create=True)
+        tree = self._opening.tree(create=True)
         try:
             return self._write(tree, key, entry, size, replace=replace)
         except OSError as error:

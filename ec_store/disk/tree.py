@@ -53,17 +53,6 @@ class Tree:
         inner = [opened(name) for name in ("entries", "leases", "claims", "namespaces")]
         self.entries, self.leases, self.claims, self.namespaces = inner
         self.folders = (self.root, *inner)  # all except those of entries
-        status = os.fstat(self.entries.fd)
-        self._path = os.path.join(path, "entries")  # noqa: PTH118 - stat'ed every second
-        self._identity = status.st_dev, status.st_ino
-
-    def current(self) -> bool:
-        """Return whether the path still leads here."""
-        try:
-            status = os.stat(self._path)  # noqa: PTH116
-        except OSError:
-            return False
-        return (status.st_dev, status.st_ino) == self._identity
 
     def open(self, digest: str) -> int:
         """Open an entry's file. Raises OSError."""
