@@ -154,8 +154,11 @@ class Housekeeping:
             freed = self._free(tree, lacking)
             if freed.full:
                 self._fruitless_until_s = time.monotonic() + FRUITLESS_S
-            elif not freed.bytes:
-                _pause(deadline_s)
+            elif not freed.bytes:  # other processes removed or used the chosen entries first
+                if time.monotonic() >= deadline_s:
+                    text = "the store is full, and other processes evict or use its entries"
+                    raise StoreUnavailable(text)
+                time.sleep(random.uniform(PAUSE_S / 10, PAUSE_S))  # noqa: S311
         self._tidy_if_due(tree)
 
     def _lacking(self, file_system: FileSystem, coming_bytes: int, used: Usage, freed: int) -> int:
@@ -170,21 +173,15 @@ class Housekeeping:
         The file system may still report free space, for example under a user's quota.
 
         Returns:
-            Whether entries were evicted, also if only fewer bytes. False for `USELESS_S` after
+            Whether this or other processes removed entries. False for `USELESS_S` after
             `record_useless`.
 
         Raises:
-            StoreUnavailable: other processes are faster for too long.
             OSError: entries cannot be read.
         """
         if time.monotonic() < self._useless_until_s:
             return False
-        deadline_s = time.monotonic() + WAIT_S
-        while True:
-            freed = self._free(tree, lambda _, freed_bytes: size_bytes - freed_bytes)
-            if freed.bytes or freed.full:
-                return not freed.full
-            _pause(deadline_s)
+        return not self._free(tree, lambda _, freed_bytes: size_bytes - freed_bytes).full
 
     def record_useless(self) -> None:
         """Record that a write failed for lack of space although `free_space` evicted for it."""
@@ -389,16 +386,6 @@ def _lock_unused(victim: Found, locks: ExitStack) -> bool:
     locks.callback(unlock, fd)
     status = os.fstat(fd)
     return used_s(status) <= victim.used_s and status.st_ino == victim.inode
-
-
-def _pause(deadline_s: float) -> None:
-    """Wait a moment, since other processes removed or used the chosen entries first.
-
-    Raises StoreUnavailable after the deadline.
-    """
-    if time.monotonic() >= deadline_s:
-        raise StoreUnavailable("the store is full, and other processes evict or use its entries")
-    time.sleep(random.uniform(PAUSE_S / 10, PAUSE_S))  # noqa: S311
 
 
 def _due(tree: Tree, every_s: float) -> bool:

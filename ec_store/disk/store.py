@@ -242,27 +242,21 @@ class SharedDiskStore(Store):
     def _put(self, key: EntryKey, entry: Entry, size: int, *, replace: bool) -> bool:
         if not replace and self._read(key, load_header, use=True) is not None:
             return False
-        for room_bytes in (taken_bytes(size) << n for n in range(ROOM_MADE)):
-            tree = self._opening.tree(create=True)
+        for attempt in range(ROOM_MADE + 1):
+            tree, is_last = self._opening.tree(create=True), attempt == ROOM_MADE
             try:
                 return self._write(tree, key, entry, size, replace=replace)
             except OSError as error:
                 if error.errno in NO_ROOM:
-                    if not self._keeper.free_space(tree, room_bytes):
+                    if is_last:
+                        self._keeper.record_useless()
+                    if is_last or not self._keeper.free_space(tree, taken_bytes(size) << attempt):
                         raise
-                elif error.errno in {errno.ENOENT, errno.EUCLEAN}:
-                    # The directory was removed while it was open, or its ledger was.
-                    self._opening.reopen_later()
-                else:
+                elif is_last or error.errno not in {errno.ENOENT, errno.EUCLEAN}:
                     raise
-        # The last time, with room or with the directory that is there now.
-        tree = self._opening.tree(create=True)
-        try:
-            return self._write(tree, key, entry, size, replace=replace)
-        except OSError as error:
-            if error.errno in NO_ROOM:
-                self._keeper.record_useless()
-            raise
+                else:  # the directory was removed while it was open, or its ledger was
+                    self._opening.reopen_later()
+        raise AssertionError
 
     def _write(self, tree: Tree, key: EntryKey, entry: Entry, size: int, *, replace: bool) -> bool:
         digest, taken = key.digest, taken_bytes(size)

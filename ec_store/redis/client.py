@@ -120,7 +120,7 @@ class RedisClient:
         """Return each master with its reply to a command without a key."""
         if not self._options.cluster:
             nodes = [self._nodes[self._options.addresses[0]]]
-        else:  # the present map may lack a node whose slots this process has not used
+        else:  # the present map may lack a node that this process has not used
             try:
                 slots = self._loaded(self._deadline_s())
             except redis.RedisError as error:
