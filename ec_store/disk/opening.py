@@ -17,7 +17,7 @@ from ec_store.disk.config import (
     ignored_settings,
     read_settings,
 )
-from ec_store.disk.files import NO_ROOM, Folder, Modes
+from ec_store.disk.files import NO_ROOM, Folder
 from ec_store.disk.housekeeping import Housekeeping
 from ec_store.disk.tree import Tree
 from ec_store.errors import StoreUnavailable
@@ -110,7 +110,7 @@ class DiskOpening:
     def _open(self, *, create: bool) -> Tree:
         config = self._config
         settings = self._read_or_write_settings(self._root(create=create), create=create)
-        tree = Tree(config.path, Modes(settings.dir_mode, settings.file_mode), create=create)
+        tree = Tree(config.path, settings.dir_mode, create=create)
         for folder in tree.folders:
             folder.check_owner(config.overrides.get("dir_mode", 0))
         self._apply_settings(settings)
@@ -154,8 +154,7 @@ class DiskOpening:
             )
 
     def _root(self, *, create: bool) -> Folder:
-        modes = Modes(self._defaults.dir_mode, self._defaults.file_mode)
-        return Folder.open_path(self._config.path, modes, create=create)
+        return Folder.open_path(self._config.path, self._defaults.dir_mode, create=create)
 
     def _apply_settings(self, settings: StoreSettings) -> None:
         """Apply the store's settings, and log the settings of this process that differ."""

@@ -44,9 +44,7 @@ ROOM_MADE = 3
 """Upper bound of the times that a put makes room on a full file system, each time twice as much.
 Beside its bytes, an entry takes up to three files: two of them are folders."""
 
-SHARING = (
-    "; to share a store, users need its group, and dir_mode=2770 and file_mode=0660 in each URL"
-)
+SHARING = "; to share a store, users need its group, and dir_mode=2770 in each URL"
 
 NO_UNNAMED = (
     ": its file system has no files without a name (O_TMPFILE); use tmpfs, ext4, XFS or Btrfs"

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ec_store.disk.eviction_policy import EvictionCandidate, FileSystem
-from ec_store.disk.files import DIGEST, READ, Folder, Modes, is_regular
+from ec_store.disk.files import DIGEST, READ, Folder, is_regular
 
 T = TypeVar("T")
 
@@ -46,9 +46,9 @@ class Found(EvictionCandidate):
 class Tree:
     """Open folders of a store. They stay the same even if the path leads elsewhere later."""
 
-    def __init__(self, path: str, modes: Modes, *, create: bool) -> None:
+    def __init__(self, path: str, mode: int, *, create: bool) -> None:
         """Open the folders, and create missing ones if `create` is set. Raises OSError."""
-        self.root = Folder.open_path(path, modes, create=create)
+        self.root = Folder.open_path(path, mode, create=create)
         opened = self.root.open_or_create if create else self.root.folder
         inner = [opened(name) for name in ("entries", "leases", "claims", "namespaces")]
         self.entries, self.leases, self.claims, self.namespaces = inner

@@ -7,7 +7,7 @@ import pytest
 
 from ec_store.disk import ledger
 from ec_store.disk.eviction_policy import taken_bytes
-from ec_store.disk.files import Folder, Modes
+from ec_store.disk.files import Folder
 from tests.ec_store.disk.on_disk import files
 
 
@@ -17,6 +17,6 @@ def ledger_check(request: pytest.FixtureRequest, root: Path) -> Iterator[None]:
     yield
     if request.node.get_closest_marker("changes_files") or not (root / "ledger").exists():
         return
-    total = ledger.total(Folder.open_path(str(root), Modes()))
+    total = ledger.total(Folder.open_path(str(root), 0o750))
     sizes = [taken_bytes(path.lstat().st_size) for path in files(root, "entries")]
     assert (total.entries, total.bytes) == (len(sizes), sum(sizes))

@@ -11,7 +11,7 @@ from ec_store import EntryKey
 from ec_store.disk import tree
 from ec_store.disk.config import DiskConfig
 from ec_store.disk.eviction_policy import taken_bytes
-from ec_store.disk.files import Folder, Modes
+from ec_store.disk.files import Folder
 from ec_store.disk.store import SharedDiskStore
 
 
@@ -27,7 +27,7 @@ def path_of(root: Path, kept: EntryKey) -> Path:
 
 
 def folder_of(root: Path) -> Folder:
-    return Folder.open_path(str(root), Modes())
+    return Folder.open_path(str(root), 0o750)
 
 
 def age(path: Path, seconds: float) -> None:

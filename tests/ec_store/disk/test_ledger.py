@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from ec_store import StoreUnavailable
 from ec_store.disk import ledger
 from ec_store.disk import lock as locks
-from ec_store.disk.files import Folder, Modes
+from ec_store.disk.files import Folder
 from ec_store.disk.ledger import NAME, LedgerLost, Usage
 from ec_store.disk.lock import lock, try_lock
 from tests.ec_store.contract import key, sized
@@ -33,7 +33,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Folder:
-    folder = Folder.open_path(str(tmp_path / "ledger"), Modes())
+    folder = Folder.open_path(str(tmp_path / "ledger"), 0o750)
     ledger.create(folder, Usage())
     return folder
 

@@ -20,7 +20,7 @@ from ec_store import Entry, EntryTooLarge, StoreUnavailable
 from ec_store.disk import eviction_policy, housekeeping, ledger
 from ec_store.disk.entry_files import EntryFiles
 from ec_store.disk.eviction_policy import EvictionCandidate, taken_bytes
-from ec_store.disk.files import Folder, Modes
+from ec_store.disk.files import Folder
 from ec_store.disk.leases import LONGEST_S, leased_digests, sweep_leases
 from ec_store.disk.store import SharedDiskStore
 from tests.ec_store.contract import key, sized
@@ -246,7 +246,7 @@ def test_no_lease_ends_later_than_the_longest(root: Path, asked_s: float) -> Non
 
 def test_lease_of_a_thousand_years_is_ignored_and_swept(root: Path) -> None:
     now_s = time.time()
-    folder = Folder.open_path(str(root), Modes())
+    folder = Folder.open_path(str(root), 0o750)
     digest = key().digest
     for ending in (now_s + 1.24 * LONGEST_S, now_s + 1.26 * LONGEST_S, now_s + 3e10):
         ended = folder.open_or_create(str(int(ending)))

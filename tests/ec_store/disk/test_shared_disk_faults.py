@@ -21,7 +21,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from ec_store import Entry, EntryKey, EntryTooLarge, StoreUnavailable, open_store
 from ec_store.disk import housekeeping, ledger, opening
 from ec_store.disk import store as disk_store
-from ec_store.disk.files import Folder, Modes
+from ec_store.disk.files import Folder
 from ec_store.disk.leases import SWEPT_BY_LEASES, add_lease, lease_folder, leased_digests
 from ec_store.disk.lock import try_lock
 from ec_store.disk.store import SharedDiskStore
@@ -54,8 +54,8 @@ def store(root: Path) -> Iterator[SharedDiskStore]:
         ("file:///store?max_share=1.1", "max_share must be greater than 0 and at most 1"),
         ("file:///store?max_share=half", "parameter 'max_share': could not convert"),
         ("file:///store?dir_mode=999", "parameter 'dir_mode': invalid literal"),
-        ("file:///store?file_mode=17777", "'17777' is not a mode such as 0750"),
-        ("file:///store?nonsense=1", "unknown parameter 'nonsense'; known: dir_mode, file_mode"),
+        ("file:///store?dir_mode=17777", "'17777' is not a mode such as 0750"),
+        ("file:///store?nonsense=1", "unknown parameter 'nonsense'; known: dir_mode, max_bytes"),
         ("file:///store%00", "is not an absolute path"),
     ],
 )
@@ -68,7 +68,7 @@ def test_a_wrong_url_is_refused(url: str, says: str) -> None:
 def test_modes_do_not_depend_on_the_umask(root: Path) -> None:
     before = os.umask(0o077)
     try:
-        with opened(root, "dir_mode=2770&file_mode=0660") as store:
+        with opened(root, "dir_mode=2770") as store:
             store.put(key(), entry())
             store.lease([key()], 5)
             store.register_namespace("m", "n")
@@ -528,7 +528,7 @@ def test_lease_removes_no_more_of_the_ended_ones_than_its_caller_can_wait_for(
     root: Path, store: SharedDiskStore
 ) -> None:
     store.put(key(), entry())
-    leases = Folder.open_path(str(root / "leases"), Modes())
+    leases = Folder.open_path(str(root / "leases"), 0o750)
     ended = [f"{n:064x}" for n in range(3 * SWEPT_BY_LEASES)]
     for then in (time.time() - 60, time.time() - 30):
         for digest in ended:
