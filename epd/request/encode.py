@@ -15,7 +15,7 @@ The steps for one item, each taken unless an earlier one has the output:
 
 import asyncio
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -103,27 +103,20 @@ class Encoder:
         try:
             record.wait_for("encode")
             if any(pending.output is None for pending in items):
-                await self._encode_missing(job, items, consumer_claims)
+                if job.course.local and job.has_all_media and consumer_claims is not None:
+                    await self._leave_items(job, items, consumer_claims)
+                self._place_items(job, items)
+            missing = [pending for pending in items if pending.output is None]
+            if len(missing) > 1:
+                await gather_first(partial(self._encode_item, job), missing, AT_ONCE)
+            elif missing:
+                await self._encode_item(job, missing[0])
         finally:
             if self._claims is not None:
                 self._claims.give_back(claimed_keys)
         outputs = [pending.output for pending in items if pending.output is not None]
         record.add_items([(output.result, output.item.modality) for output in outputs])
         return outputs
-
-    async def _encode_missing(
-        self, job: EncodeJob, items: Sequence[PendingItem], consumer_claims: MakerClaims | None
-    ) -> None:
-        """Set the outputs of the items that are not in the store."""
-        if job.course.local and job.has_all_media and consumer_claims is not None:
-            await self._leave_items(job, items, consumer_claims)
-        self._place_items(job, items)
-        missing = [pending for pending in items if pending.output is None]
-        if len(missing) > 1:
-            await gather_first(partial(self._encode_item, job), missing, AT_ONCE)
-        else:
-            for pending in missing:
-                await self._encode_item(job, pending)
 
     async def _encode_item(self, job: EncodeJob, pending: PendingItem) -> None:
         """Set the output of an item by an encode, or leave it to prefill or decode.
@@ -134,35 +127,33 @@ class Encoder:
         Raises:
             ProxyError: the encode failed, and prefill or decode may not encode the item either.
         """
+        item, record = pending.item, job.request.record
         try:
             if pending.output_key is None or self._transfer.pushed:
                 encoded = await self._try_instances(job, pending)
-                pending.output = EncodedItem(pending.item, encoded, "encoded")
+                pending.output = EncodedItem(item, encoded, "encoded")
                 return
-            if (pending.output_key, job.sharing) in self._flights:
-                with suppress(ProxyError):  # the failure of an encode that had begun
-                    pending.output = await self._join_encode(job, pending, pending.output_key)
-                    return
-            pending.output = await self._join_encode(job, pending, pending.output_key)
+            flight = pending.output_key, job.sharing
+            work = partial(self._encode_once, job, pending, pending.output_key)
+            for may_repeat in (True, False):
+                joins = flight in self._flights
+                try:
+                    with record.wait_span(item) if joins else nullcontext() as waiting:
+                        output, span = await self._flights.join(flight, work)
+                        if waiting is not None and span is not None:
+                            waiting.link(span)
+                    break
+                except ProxyError:
+                    if not (joins and may_repeat):  # only of an encode that had begun before
+                        raise
         except ProxyError as failure:
             pending.output = self._fall_back(job, pending, failure)
-
-    async def _join_encode(
-        self, job: EncodeJob, pending: PendingItem, output: OutputKey
-    ) -> EncodedItem:
-        """Return an item after the encode that other requests may have begun, or join."""
-        item, record, flight = pending.item, job.request.record, (output, job.sharing)
-        waits = flight in self._flights
-        with record.wait_span(item) if waits else nullcontext() as waiting:
-            work = partial(self._encode_once, job, pending, output)
-            encoded_item, span = await self._flights.join(flight, work)
-            if waiting is not None and span is not None:
-                waiting.link(span)
-        if encoded_item.item is not item:  # the result of another request
-            encoded_item = EncodedItem(item, encoded_item.encoded, "hit")
-        if encoded_item.result == "hit":
+            return
+        if output.item is not item:  # the result of another request
+            output = EncodedItem(item, output.encoded, "hit")
+        if output.result == "hit":
             record.add_wait()
-        return encoded_item
+        pending.output = output
 
     async def _encode_once(
         self, job: EncodeJob, pending: PendingItem, output: OutputKey
