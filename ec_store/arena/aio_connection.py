@@ -58,7 +58,7 @@ class AsyncArenaConnection:
         """Send a request, and return its reply. The reply to a cancelled call is dropped.
 
         Args:
-            request: the request; it is no `Wait`, which would delay all others.
+            request: the request.
             reply_type: type of its reply.
 
         Raises:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from ec_store.arena.aio_connection import AsyncArenaConnection
 from ec_store.arena.fields import (
     claim_request,
+    encode_header,
     encode_name,
     entry_infos,
     find_request,
@@ -29,7 +30,7 @@ from ec_store.arena.protocol import (
     Register,
 )
 from ec_store.arena.url import ArenaOptions
-from ec_store.entry import Entry, EntryInfo, encode_header
+from ec_store.entry import Entry, EntryInfo
 from ec_store.errors import StoreUnavailable
 from ec_store.keys import EntryKey
 
@@ -96,8 +97,8 @@ class AsyncArenaStore:
         request = Begin(key_digest(key), encode_name(key.namespace), 0, replace)
         begun = await self._connection.call(request, Begun)
         if begun.number:
-            header = encode_header(key, entry, "")
-            return (await self._connection.call(End(begun.number, header), Done)).number == 1
+            end = End(begun.number, encode_header(key, entry))
+            return (await self._connection.call(end, Done)).number == 1
         if begun.refusal == Refusal.THERE.value:
             return False
         raise StoreUnavailable(f"the arena does not take the entry: {begun.refusal}")

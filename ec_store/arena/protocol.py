@@ -2,8 +2,7 @@
 
 A message is its length, 4 bytes little-endian, and a MessagePack array: the name of its type and
 its fields (https://msgspec.dev). Every request but `Unpin` has one reply, in the order of the
-requests. `Wait` is answered later; no other request may follow it before that. A client that sends
-anything else is disconnected.
+requests. A client that sends anything else is disconnected.
 """
 
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from ec_store.base import ClientUse
 from ec_store.entry import MAX_HEADER_BYTES
 from ec_store.keys import MAX_OWNER_BYTES, MAX_PART_BYTES
 
-VERSION = 2
+VERSION = 3
 """Version of these messages. A server and a client of different versions refuse each other."""
 
 MAX_KEYS = 4096
@@ -31,7 +30,7 @@ MAX_REPLY_BYTES = 64 * 2**20
 LENGTH_BYTES = 4
 
 LONGEST_S = 3600.0
-"""Upper bound in seconds of leases, claims and waits."""
+"""Upper bound in seconds of leases and claims."""
 
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=LONGEST_S)]
 Size = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
@@ -118,8 +117,8 @@ class Unpin(Message, frozen=True):
 class Pin(msgspec.Struct, array_like=True, frozen=True):
     """Pinned entry; number 0: a miss.
 
-    With number 0 and a header, it is coming from the tier: a `Wait` ends when it is there, or when
-    it does not come.
+    With number 0 and a header, it is coming from the tier: a later `Read` pins it, or has no header
+    because it did not come.
 
     Attributes:
         checksum: xxh3-64 of its payload; empty: none yet (`ec_store/arena/checksums.py`).
@@ -209,16 +208,6 @@ class Release(Message, frozen=True):
 
     digests: Digests
     owner: Owner
-
-
-class Wait(Message, frozen=True):
-    """Wait until an entry is there, or is neither written nor claimed, or for `seconds`.
-
-    The reply is `Done`.
-    """
-
-    digest: Digest
-    seconds: Seconds
 
 
 class List(Message, frozen=True):
@@ -337,7 +326,6 @@ Request = (
     | Purge
     | ClaimKeys
     | Release
-    | Wait
     | List
     | Register
     | GetStats

@@ -11,7 +11,7 @@ import resource
 import secrets
 import socket
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from typing import cast
 
@@ -39,7 +39,6 @@ from ec_store.arena.protocol import (
     Reply,
     Request,
     Role,
-    Wait,
     Welcome,
     encode,
     read_request,
@@ -111,7 +110,6 @@ class ArenaServer:
         """
         self.arena = Arena(index, memory.size_bytes, memory.pages)
         self.clock = clock
-        self.waiting: defaultdict[bytes, set[Session]] = defaultdict(set)
         self._max_connections = max_connections
         self._gone_s = gone_s
         self._memory = memory
@@ -136,7 +134,7 @@ class ArenaServer:
         self._checksums.start()
         if tier is not None:
             memory = map_memory(self._memory.fd, self._memory.size_bytes, write=True)
-            self._tier = TierTransfers(tier, self.arena, memory, self.settle_waits, self.clock)
+            self._tier = TierTransfers(tier, self.arena, memory, self.clock)
             self._tier.start()
 
     async def close(self) -> None:
@@ -161,7 +159,7 @@ class ArenaServer:
         os.close(self._memory.fd)
 
     def answer(self, session: "Session", request: Request) -> Reply | None:
-        """Return the reply to a request; answer the clients that waited for its effect."""
+        """Return the reply to a request, and begin the work that follows from it."""
         if isinstance(request, Forget):
             self._forget_earlier(request.session)
             return Done()
@@ -177,7 +175,6 @@ class ArenaServer:
                 self._tier.remove(request.digests)
             elif isinstance(request, Purge):
                 self._tier.purge(request.namespace)
-        self.settle_waits()
         self._checksums.wake()
         return reply
 
@@ -191,13 +188,6 @@ class ArenaServer:
                 case Find(digests) | Read(digests) | ClaimKeys(digests, find=True):
                     return self._tier.look_up(digests)
         return None
-
-    def settle_waits(self) -> None:
-        """Answer the clients that waited for entries that have changed."""
-        index = self.arena.index
-        while index.changed:
-            for session in list(self.waiting.get(index.changed.pop(), ())):
-                session.settle_wait()
 
     def add(self, session: "Session") -> None:
         """Add a connection, which must send a `Hello` first."""
@@ -243,7 +233,6 @@ class ArenaServer:
                 peer.timer = loop.call_later(self._gone_s, self._forget, number)
             else:
                 loop.add_reader(peer.pidfd, self._forget, number)
-        self.settle_waits()
 
     def _forget_earlier(self, number: int) -> None:
         """Forget a connection of a client that has lost it, and alone knows its number."""
@@ -253,7 +242,6 @@ class ArenaServer:
             earlier.transport.abort()  # the end of its connection has not been read yet
             self.arena.index.disconnect(earlier.client)
             self.arena.index.forget(earlier.client, self.clock())
-            self.settle_waits()
 
     def _forget(self, number: int) -> None:
         peer = self._gone.pop(number)
@@ -261,11 +249,9 @@ class ArenaServer:
             asyncio.get_running_loop().remove_reader(peer.pidfd)
         self._drop(peer)
         self.arena.index.forget(self.arena.gone.pop(number), self.clock())
-        self.settle_waits()
 
     def _expire(self) -> None:
         self.arena.index.expire(self.clock())
-        self.settle_waits()
         loop = asyncio.get_running_loop()
         self._timers["expire"] = loop.call_later(EXPIRE_EVERY_S, self._expire)
 
@@ -327,6 +313,7 @@ class Session(asyncio.Protocol):
     """
 
     transport: asyncio.Transport
+    _timer: asyncio.TimerHandle
 
     def __init__(self, server: ArenaServer, peer: Peer, connection: socket.socket) -> None:
         self.number = secrets.randbits(62)
@@ -341,9 +328,6 @@ class Session(asyncio.Protocol):
         """Requests that wait for the tier, each with its look-up, or until the client reads its
         replies, and those behind them."""
         self._reads_replies = True
-        self._wait: Wait | None = None
-        self._until_s = 0.0
-        self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)
@@ -392,12 +376,12 @@ class Session(asyncio.Protocol):
         self._pending.clear()
         self.transport.write(encode(Failed(str(error))))
         self.transport.close()
-        self._end_wait()
+        self._timer.cancel()
         self._timer = asyncio.get_running_loop().call_later(LAST_REPLY_S, self.transport.abort)
 
     def connection_lost(self, _exc: Exception | None) -> None:
         self._pending.clear()
-        self._end_wait()
+        self._timer.cancel()
         self._server.lose(self)
 
     def pause_writing(self) -> None:
@@ -408,53 +392,16 @@ class Session(asyncio.Protocol):
         self._reads_replies = True
         self._serve_pending()
 
-    def settle_wait(self) -> None:
-        """Answer this client's wait if its entry is not pending, or after its time.
-
-        Otherwise look again when the claim of the entry may have ended.
-        """
-        if self._wait is None:
-            return
-        now_s = self._server.clock()
-        pending_until_s = self._server.arena.index.pending_until_s(self._wait.digest, now_s)
-        look_s = min(self._until_s, pending_until_s)
-        if look_s <= now_s:
-            self._end_wait()
-            self.transport.write(encode(Done()))
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_later(look_s - now_s, self.settle_wait)
-
     def _receive(self, request: Request) -> None:
-        if self.role is None:
-            if not isinstance(request, Hello):
-                raise BadMessage("the first request is no Hello")
-            self._server.welcome(self, request)
-            self.role = request.role
-            self._end_wait()
-            return
-        if self._wait is not None:
-            raise BadMessage("a request while it waits")
-        if not isinstance(request, Wait):
+        if self.role is not None:
             if (reply := self._server.answer(self, request)) is not None:
                 self.transport.write(encode(reply))
-            return
-        self._wait = request
-        self._server.waiting[request.digest].add(self)
-        self._until_s = self._server.clock() + request.seconds
-        self.settle_wait()
-
-    def _end_wait(self) -> None:
-        """End the wait of this client, or that for its first request."""
-        if self._wait is not None:
-            sessions = self._server.waiting[self._wait.digest]
-            sessions.discard(self)
-            if not sessions:
-                del self._server.waiting[self._wait.digest]
-            self._wait = None
-        if self._timer is not None:
+        elif isinstance(request, Hello):
+            self._server.welcome(self, request)
+            self.role = request.role
             self._timer.cancel()
+        else:
+            raise BadMessage("the first request is no Hello")
 
 
 def raise_open_files() -> int:

@@ -2,10 +2,10 @@
 
 import random
 import time
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
+from itertools import chain, repeat
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -16,6 +16,7 @@ from ec_store.arena.connection import ArenaConnection, MappedArena
 from ec_store.arena.extents import Extent
 from ec_store.arena.fields import (
     claim_request,
+    encode_header,
     encode_name,
     entry_infos,
     find_request,
@@ -24,6 +25,8 @@ from ec_store.arena.fields import (
     key_digests,
     namespaces_of,
     of_each,
+    parse_header,
+    read_header,
     release_request,
 )
 from ec_store.arena.index import Refusal
@@ -36,7 +39,6 @@ from ec_store.arena.protocol import (
     Discard,
     Done,
     End,
-    Find,
     GetStats,
     Headers,
     List,
@@ -52,14 +54,13 @@ from ec_store.arena.protocol import (
     Role,
     Row,
     Stats,
-    Wait,
 )
 from ec_store.arena.url import ArenaOptions
 from ec_store.base import Listed, MemoryStats, Store, StoreStats
 from ec_store.buffers import Buffers
 from ec_store.counts import Counts
-from ec_store.entry import Entry, EntryInfo, HeldEntry, encode_header, parse_header
-from ec_store.errors import CorruptEntry, EntryTooLarge, OtherFormat, StoreUnavailable
+from ec_store.entry import Entry, EntryInfo, HeldEntry
+from ec_store.errors import CorruptEntry, EntryTooLarge, StoreUnavailable
 from ec_store.keys import EntryKey
 
 R = TypeVar("R", bound=Reply)
@@ -68,6 +69,10 @@ MEMORY_STATS = [each.name for each in fields(MemoryStats)]
 
 OTHERS_WRITE_S = 10.0
 """Time in seconds that `put` waits for another process that writes the same entry."""
+
+ASK_AGAIN_S = (0.001, 0.002, 0.005, 0.01)
+"""Delays in seconds between two requests for an entry that is being written, or comes from the
+tier; the last one is repeated."""
 
 
 class ArenaStore(Store):
@@ -101,7 +106,7 @@ class ArenaStore(Store):
         if write is None:
             return False
         try:
-            header = encode_header(key, entry, "")  # a large copy empties the core's caches
+            header = encode_header(key, entry)  # a large copy empties the core's caches
             copy_in(data, write.parts)
         except BaseException:
             write.abort()
@@ -153,8 +158,6 @@ class ArenaStore(Store):
         if pin.number:
             try:
                 entry = self._pinned(key, arena, pin)
-            except OtherFormat:
-                self.connection.release(arena, pin.number)
             except CorruptEntry:
                 self.counts.add(corrupt=1)
                 try:
@@ -201,10 +204,7 @@ class ArenaStore(Store):
 
     def verify(self, *, fix: bool = False) -> Iterator[Listed]:
         for row in self._rows():
-            listed = _listed(row)
-            if listed.skipped is None:
-                listed = replace(listed, problem=self._problem(row.digest, fix=fix))
-            yield listed
+            yield replace(_listed(row), problem=self._problem(row.digest, fix=fix))
 
     def stats(self) -> StoreStats:
         stats = self._ask(GetStats(), Stats)
@@ -234,56 +234,28 @@ class ArenaStore(Store):
         return self.connection.call(request, reply_type)[0]
 
     def _begin(self, request: Begin) -> tuple[Begun, MappedArena] | None:
-        """Begin a write; return None if an entry exists that this release can read."""
-        deadline_s = time.monotonic() + OTHERS_WRITE_S
-        while True:
+        """Begin a write; return None if the entry exists."""
+        for _ in _attempts(OTHERS_WRITE_S):
             reply, arena = self.connection.call(request, Begun)
             if reply.number:
                 return reply, arena
             match Refusal(reply.refusal):
                 case Refusal.THERE:
-                    if self._is_readable(request.digest):
-                        return None
-                    request = msgspec.structs.replace(request, replace=True)
-                    continue
+                    return None
                 case Refusal.TOO_LARGE:
                     raise EntryTooLarge(f"it has {request.size_bytes} bytes")
                 case Refusal.FULL:
                     raise StoreUnavailable(f"{self!r} is full: all entries are in use")
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0:
-                raise StoreUnavailable(f"another process has not written it in {OTHERS_WRITE_S} s")
-            self._wait(request.digest, left_s)
+        raise StoreUnavailable(f"another process has not written it in {OTHERS_WRITE_S} s")
 
     def _read(self, digest: bytes) -> tuple[Pin, MappedArena]:
         """Pin an entry, if it comes from the tier after that, and return the pin."""
-        deadline_s = time.monotonic() + self.options.timeout_s / 2
-        while True:
+        for _ in _attempts(self.options.timeout_s / 2):
             reply, arena = self.connection.call(Read([digest]), Pins)
             [pin] = reply.pins
-            left_s = deadline_s - time.monotonic()
-            if pin.number or not pin.header or left_s <= 0:
-                return pin, arena
-            self._wait(digest, left_s)
-
-    def _wait(self, digest: bytes, seconds: float) -> None:
-        """Wait until nothing writes or claims an entry, on a connection that no other call needs.
-
-        Raises:
-            StoreUnavailable: as `ArenaConnection.call`.
-        """
-        connection = ArenaConnection(self.options.path, "proxy", self.options.timeout_s)
-        with closing(connection):
-            connection.call(Wait(digest, seconds), Done, seconds=seconds)
-
-    def _is_readable(self, digest: bytes) -> bool:
-        """Return whether an entry is still there, and of this format."""
-        [header] = self._ask(Find([digest]), Headers).headers
-        try:
-            parse_header(header)
-        except CorruptEntry:
-            return False
-        return True
+            if pin.number or not pin.header:
+                break
+        return pin, arena
 
     def end(self, write: "EntryWrite", header: bytes) -> bool:
         """End a write; an empty header gives it up. Return whether the entry is stored."""
@@ -297,21 +269,22 @@ class ArenaStore(Store):
         Raises:
             CorruptEntry: it is not the entry of this key. The pin stays.
         """
-        info = parse_header(pin.header)
-        if info.key != key:
+        header = read_header(pin.header)
+        if not header.is_of(key):
             raise CorruptEntry("it is another key's entry")
-        found = arena.parts(pin.extents, info.payload_bytes)
+        found = arena.parts(pin.extents, header.payload_bytes)
         if random.random() < self.options.verify:  # noqa: S311
             _verify(found, pin.checksum)
-        kept = _Kept()
-        weakref.finalize(kept, self.connection.release, arena, pin.number)
+        kept = _Kept(self.connection, arena, pin.number)
         parts = []
         for part in found:
             viewed = part.view(_PinnedBytes)
             viewed.kept = kept
             parts.append(viewed.data.toreadonly())
-        place = HostPlace(arena.name, tuple(pin.extents), info.payload_bytes)
-        return PlacedEntry(info.dtype, info.shape, info.modality, info.metadata, place, parts)
+        place = HostPlace(arena.name, tuple(pin.extents), header.payload_bytes)
+        return PlacedEntry(
+            header.dtype, header.shape, header.modality, header.metadata, place, parts
+        )
 
     def _problem(self, digest: bytes, *, fix: bool) -> str | None:
         """Return why an entry is corrupt, and delete it with `fix`; None if it is not, or gone."""
@@ -320,10 +293,8 @@ class ArenaStore(Store):
         if not pin.number:
             return None
         try:
-            info = parse_header(pin.header)
-            _verify(arena.parts(pin.extents, info.payload_bytes), pin.checksum)
-        except OtherFormat:
-            return None
+            header = read_header(pin.header)
+            _verify(arena.parts(pin.extents, header.payload_bytes), pin.checksum)
         except CorruptEntry as error:
             if fix:  # this entry, and none that has replaced it
                 self.connection.call(Discard(pin.number), Done, within=arena)
@@ -367,7 +338,14 @@ class PlacedEntry:
 
 
 class _Kept:
-    """Object that exists as long as a pin is needed."""
+    """Object that exists as long as a pin is needed, and releases it."""
+
+    def __init__(self, connection: ArenaConnection, arena: MappedArena, number: int) -> None:
+        self._pin = connection, arena, number
+
+    def __del__(self) -> None:
+        connection, arena, number = self._pin
+        connection.release(arena, number)
 
 
 class _PinnedBytes(np.ndarray[Any, np.dtype[np.uint8]]):
@@ -418,7 +396,7 @@ class EntryWrite:
         Raises:
             StoreUnavailable: the server is gone, or the connection was lost since `begin`.
         """
-        return self.store(encode_header(self._key, entry, ""))
+        return self.store(encode_header(self._key, entry))
 
     def store(self, header: bytes) -> bool:
         """Store the entry with its header; results and errors are those of `commit`."""
@@ -443,12 +421,22 @@ def _verify(parts: Sequence[Bytes], checksum: str) -> None:
 
 
 def _listed(row: Row) -> Listed:
-    info, problem, skipped = None, None, None
+    info, problem = None, None
     try:
         info = parse_header(row.header)
-    except OtherFormat as error:
-        skipped = str(error)
     except CorruptEntry as error:
         problem = str(error)
     size = row.taken_bytes + len(row.header)
-    return Listed(row.digest.hex(), info, size, time.time() - row.idle_s, problem, skipped)
+    return Listed(row.digest.hex(), info, size, time.time() - row.idle_s, problem)
+
+
+def _attempts(seconds: float) -> Iterator[None]:
+    """Yield at once, and again after each delay while less than this time has passed."""
+    deadline_s = time.monotonic() + seconds
+    yield
+    for delay_s in chain(ASK_AGAIN_S, repeat(ASK_AGAIN_S[-1])):
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            return
+        time.sleep(min(delay_s, left_s))
+        yield

@@ -16,18 +16,17 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from ec_store.arena.arena import Arena, Coming
-from ec_store.arena.fields import decode_name, encode_name
+from ec_store.arena.fields import decode_name, encode_header, encode_name, parse_header
 from ec_store.arena.index import Refusal, Slot
 from ec_store.arena.memory import Bytes, copy_in, copy_out, parts_of
 from ec_store.arena.protocol import TierStats
 from ec_store.bounded import BoundedDict
 from ec_store.buffers import Buffers
 from ec_store.concurrency import Breaker, DaemonPool
-from ec_store.entry import Entry, EntryInfo, checksum, encode_header, parse_header
+from ec_store.entry import Entry, EntryInfo, checksum
 from ec_store.errors import (
     CorruptEntry,
     EntryTooLarge,
-    OtherFormat,
     StoreError,
     StoreUnavailable,
 )
@@ -110,7 +109,6 @@ class TierTransfers:
         tier: Tier,
         arena: Arena,
         memory: Bytes,
-        settle: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
         """Create the transfers; `start` begins to send.
@@ -119,14 +117,12 @@ class TierTransfers:
             tier: the tier, which `close` closes.
             arena: the arena.
             memory: its memory, mapped to write.
-            settle: called when entries have come, or do not come.
             clock: monotonic clock in seconds, that of the arena.
         """
         self.stats = arena.tier = TierStats()
         self._tier = tier
         self._arena = arena
         self._memory = memory
-        self._settle = settle
         self._clock = clock
         self._lookups = DaemonPool(LOOKUP_THREADS, "ec-tier-lookup")
         self._fetches = DaemonPool(FETCH_THREADS, "ec-tier-fetch")
@@ -263,7 +259,7 @@ class TierTransfers:
             self.stats.drops += number in {Refusal.FULL, Refusal.TOO_LARGE}
             return
         self._fetch_bytes += size_bytes
-        coming = Coming(encode_header(info.key, info, ""), namespace)
+        coming = Coming(encode_header(info.key, info), namespace)
         self._arena.coming[digest] = coming
         self._run(self._fetch(number, slot, info, coming))
 
@@ -294,7 +290,6 @@ class TierTransfers:
                 index.abort(own, number)
                 self.stats.drops += 1
                 self._failed[slot.digest] = now_s + FAILED_S
-        self._settle()
 
     def _copy_in(self, key: EntryKey, slot: Slot, coming: Coming) -> bool:
         """Copy an entry into the memory; return False if it is not there any more.
@@ -306,7 +301,7 @@ class TierTransfers:
             raise StoreUnavailable("the tier keeps failing")
         entry = self._tier.get(key)
         # Clients were told of the entry that was looked up: another one must not take its place.
-        if entry is None or encode_header(key, entry, "") != coming.header:
+        if entry is None or encode_header(key, entry) != coming.header:
             return False
         copy_in(entry.data, parts_of(self._memory, slot.extents, slot.size_bytes))
         slot.checksum = checksum(entry.data)
@@ -339,8 +334,6 @@ class TierTransfers:
         number, slot = pin
         try:
             sent = await _on(self._changes, partial(self._copy_out, slot))
-        except OtherFormat:
-            self.stats.drops += 1
         except CorruptEntry as error:
             self.stats.corrupt += 1
             index.discard(own, number)
@@ -357,13 +350,11 @@ class TierTransfers:
             self.stats.known += not sent
         finally:
             index.unpin(own, [number], self._clock())
-            self._settle()
 
     def _copy_out(self, slot: Slot) -> bool:
         """Send a pinned entry; return False if the tier has it. Runs on a thread.
 
         Raises:
-            OtherFormat: another release has written it.
             CorruptEntry: its header or its bytes are not those that were written.
         """
         info = parse_header(slot.header)

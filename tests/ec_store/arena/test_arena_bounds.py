@@ -30,7 +30,6 @@ from ec_store.arena.protocol import (
     VERSION,
     Begin,
     Begun,
-    Claimed,
     ClaimKeys,
     Done,
     End,
@@ -45,7 +44,6 @@ from ec_store.arena.protocol import (
     Pins,
     Read,
     Register,
-    Release,
     Stats,
     Unpin,
     Welcome,
@@ -229,21 +227,6 @@ async def test_a_server_closes_with_a_connection_in_every_state(path: Path) -> N
             assert time.monotonic() < deadline_s, "a file stays open"
             gc.collect()
             await asyncio.sleep(0.01)
-
-
-def test_waits_of_several_threads_do_not_wait_for_each_other(
-    path: Path, client: ArenaConnection
-) -> None:
-    digests = [bytes.fromhex(key(str(n)).digest) for n in range(2)]
-    client.call(ClaimKeys(digests, b"owner", 60), Claimed)
-    with opened(path) as store, ThreadPoolExecutor(2) as pool:
-        first, second = (pool.submit(store._wait, each, 60) for each in digests)  # noqa: SLF001
-        until(path, clients=4)
-        client.call(Release([digests[1]], b"owner"), Done)
-        second.result(10)
-        assert not first.done()
-        client.call(Release([digests[0]], b"owner"), Done)
-        first.result(10)
 
 
 @pytest.mark.fault(121)

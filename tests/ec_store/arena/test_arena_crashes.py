@@ -60,16 +60,11 @@ def use_keys(store: ArenaStore) -> None:
     store.register_namespace("model", "namespace")
 
 
-def wait(store: ArenaStore) -> None:
-    store._wait(bytes.fromhex(key().digest), 1.0)  # noqa: SLF001
-
-
 OPERATIONS: Mapping[str, Operation] = {
     "connect and put": lambda store: store.put(key(), ENTRY),
     "replace": lambda store: store.put(key(), ENTRY, replace=True),
     "read": read,
     "use keys": use_keys,
-    "wait": wait,
     "verify": lambda store: list(store.verify()),
 }
 

@@ -18,7 +18,6 @@ from unittest.mock import Mock
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-import ec_store.entry
 from ec_store import Entry, EntryKey, concurrency
 from ec_store.__main__ import main
 from ec_store.aio import AsyncStore
@@ -31,10 +30,6 @@ from ec_store.arena.peers import Peer
 from ec_store.arena.protocol import (
     MAX_REPLY_BYTES,
     VERSION,
-    Begin,
-    Begun,
-    Done,
-    End,
     Find,
     Frames,
     GetStats,
@@ -53,7 +48,7 @@ from ec_store.arena.server import ArenaServer, Session
 from ec_store.arena.sockets import bind
 from ec_store.arena.store import ArenaStore
 from ec_store.arena.url import ArenaOptions
-from ec_store.entry import EntryInfo, encode_header
+from ec_store.entry import EntryInfo
 from ec_store.errors import StoreUnavailable
 from ec_store.redis.store import RedisStore
 from ec_store.service import create_app
@@ -625,23 +620,6 @@ def test_a_reader_that_looks_again_finds_an_entry_that_is_sent_later(a: Host, b:
     a.until(sent=1)
 
     assert_same(entry(), b.store.get(key()))
-
-
-def test_an_entry_of_another_release_stays_and_is_not_sent(
-    redis: RedisServer, a: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    writer = ArenaConnection(str(a.path), "writer", 10)
-    digest = bytes.fromhex(key().digest)
-    begun, _ = writer.call(Begin(digest, b"", 4, False), Begun)
-    with monkeypatch.context() as patch:
-        patch.setattr(ec_store.entry, "FORMAT", "ec_store/2")
-        header = encode_header(key(), entry(b"0123"), "")
-    writer.call(End(begun.number, header), Done)
-    writer.close()
-
-    a.until(drops=1, corrupt=0)
-    assert a.stats.entries == 1
-    assert not in_redis(redis, key())
 
 
 def test_a_look_up_asks_the_tier_for_a_bounded_number_of_entries(
