@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from ec_store.arena.index import ArenaIndex, Client, Refusal, Slot, pinned_bytes
 from ec_store.arena.protocol import (
     MAX_REPLY_BYTES,
+    AnyRequest,
     BadMessage,
     Begin,
     Begun,
@@ -29,7 +30,6 @@ from ec_store.arena.protocol import (
     Register,
     Release,
     Reply,
-    Request,
     Row,
     Stats,
     TierStats,
@@ -91,7 +91,7 @@ class Arena:
     tier: TierStats | None = None
 
     def answer(  # noqa: C901, PLR0911, PLR0912 - one case for each request
-        self, client: Client, request: Request, now_s: float
+        self, client: Client, request: AnyRequest, now_s: float
     ) -> Reply | None:
         """Return the reply to a request of a client; None if it has none.
 

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from ec_store.arena.protocol import (
     Forget,
     Frames,
     Hello,
+    Message,
     Pins,
     Reply,
     Request,
@@ -46,7 +47,7 @@ NAME_BYTES = 16
 MAX_RELEASES = 1024
 """Upper bound of the pins that are released at once, so that a socket has room for the message."""
 
-R = TypeVar("R", bound=Reply)
+R = TypeVar("R", bound=Message)
 
 
 class MappedArena:
@@ -140,13 +141,12 @@ class ArenaConnection:
         after_fork(self._forget_parent)
 
     def call(
-        self, request: Request, reply_type: type[R], *, within: MappedArena | None = None
+        self, request: Request[R], *, within: MappedArena | None = None
     ) -> tuple[R, MappedArena]:
         """Send a request; return its reply, and the memory that the reply refers to.
 
         Args:
             request: the request.
-            reply_type: type of its reply.
             within: memory that the request refers to; None: it refers to none.
 
         Raises:
@@ -163,7 +163,7 @@ class ArenaConnection:
             elif now_s >= deadline_s:
                 raise StoreUnavailable(f"the arena at {self._path}: other calls took all the time")
             try:
-                arena, reply = self._exchange(request, reply_type, deadline_s, within)
+                arena, reply = self._exchange(request, deadline_s, within)
             except (OSError, BadMessage) as error:
                 self._disconnect()
                 raise StoreUnavailable(f"the arena at {self._path}: {error}") from error
@@ -259,7 +259,7 @@ class ArenaConnection:
         return connection, self._arena
 
     def _exchange(
-        self, request: Request, reply_type: type[R], deadline_s: float, within: MappedArena | None
+        self, request: Request[R], deadline_s: float, within: MappedArena | None
     ) -> tuple[MappedArena, R]:
         try:
             connection, arena = self._send_request(request, deadline_s)
@@ -268,10 +268,11 @@ class ArenaConnection:
                 raise
             self._disconnect()
             connection, arena = self._send_request(request, deadline_s)
-        return arena, _expect(_receive(connection, b"", deadline_s), reply_type)
+        reply = _receive(connection, b"", deadline_s)
+        return arena, cast("R", _expect(reply, request.reply_type))
 
     def _send_request(
-        self, request: Request, deadline_s: float
+        self, request: Request[R], deadline_s: float
     ) -> tuple[socket.socket, MappedArena]:
         connection, arena = self._socket, self._arena
         if connection is None or arena is None:

@@ -6,7 +6,7 @@ requests. A client that sends anything else is disconnected.
 """
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar, get_args
 
 import msgspec
 
@@ -44,21 +44,21 @@ Owner = Annotated[bytes, msgspec.Meta(max_length=MAX_OWNER_BYTES)]
 
 Role = Literal["proxy", "reader", "writer"]
 
+R = TypeVar("R", bound="Message")
+
 
 class Message(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """Request of a client, or reply of the server, as an array."""
 
 
-class Hello(Message, frozen=True):
-    """First request of a connection.
+class Request(Message, Generic[R], frozen=True):
+    """Request of a client, which has a reply of this type."""
 
-    Attributes:
-        role: `reader` gets a read-only descriptor of the memory, `writer` one to write,
-            and `proxy` none.
-    """
+    reply_type: ClassVar[type[Message]]
 
-    version: int
-    role: Role
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        [cls.reply_type] = get_args(cls.__orig_bases__[0])  # type: ignore[attr-defined]
 
 
 class Welcome(Message, frozen=True):
@@ -77,41 +77,10 @@ class Welcome(Message, frozen=True):
     segment_bytes: int
 
 
-class Forget(Message, frozen=True):
-    """End all that an earlier connection of this process held: its copies have ended.
-
-    The reply is `Done`.
-    """
-
-    session: int
-
-
-class Find(Message, frozen=True):
-    """Look entries up. With `seconds` above 0, lease them too. The reply is `Headers`.
-
-    If there is a tier, entries that are missing here are looked up there first, and begin to come.
-    """
-
-    digests: Digests
-    seconds: Seconds = 0.0
-
-
 class Headers(Message, frozen=True):
     """Header of each entry; empty for a miss. An entry that comes from the tier has one."""
 
     headers: list[bytes]
-
-
-class Read(Message, frozen=True):
-    """Pin entries. The reply is `Pins`."""
-
-    digests: Digests
-
-
-class Unpin(Message, frozen=True):
-    """Release pins. It has no reply, so that it can be sent with the next request."""
-
-    numbers: list[int]
 
 
 class Pin(msgspec.Struct, array_like=True, frozen=True):
@@ -136,15 +105,6 @@ class Pins(Message, frozen=True):
     pins: list[Pin]
 
 
-class Begin(Message, frozen=True):
-    """Begin to write an entry. The reply is `Begun`."""
-
-    digest: Digest
-    namespace: Name
-    size_bytes: Size
-    replace: bool
-
-
 class Begun(Message, frozen=True):
     """Place of an entry to write, until `End`; or number 0, and the value of a `Refusal`."""
 
@@ -153,47 +113,10 @@ class Begun(Message, frozen=True):
     refusal: str = ""
 
 
-class End(Message, frozen=True):
-    """End a write; an empty header gives it up. The reply is `Done` with 1 if it is stored."""
-
-    number: int
-    header: Header
-
-
-class Discard(Message, frozen=True):
-    """Delete the entry of a pin, which is corrupt, unless it was replaced. The reply is `Done`."""
-
-    number: int
-
-
-class Delete(Message, frozen=True):
-    """Delete entries. The reply is `Done` with their number."""
-
-    digests: Digests
-
-
-class Purge(Message, frozen=True):
-    """Delete a namespace with its entries. The reply is `Done` with their number."""
-
-    namespace: Name
-
-
 class Done(Message, frozen=True):
     """Result of a request that has no other one."""
 
     number: int = 0
-
-
-class ClaimKeys(Message, frozen=True):
-    """Claim keys. With `find`, the keys of existing entries are not claimed.
-
-    The reply is `Claimed`.
-    """
-
-    digests: Digests
-    owner: Owner
-    seconds: Seconds
-    find: bool = False
 
 
 class Claimed(Message, frozen=True):
@@ -201,19 +124,6 @@ class Claimed(Message, frozen=True):
 
     held: list[bool]
     headers: list[bytes]
-
-
-class Release(Message, frozen=True):
-    """Release claims. The reply is `Done`."""
-
-    digests: Digests
-    owner: Owner
-
-
-class List(Message, frozen=True):
-    """List entries after this digest, by digest. The reply is `Page`."""
-
-    after: bytes
 
 
 class Row(msgspec.Struct, array_like=True, frozen=True):
@@ -231,21 +141,10 @@ class Page(Message, frozen=True):
     rows: list[Row]
 
 
-class Register(Message, frozen=True):
-    """Register the namespace of a model; an empty model only asks. The reply is `NamespaceList`."""
-
-    model: RegisteredName
-    namespace: RegisteredName
-
-
 class NamespaceList(Message, frozen=True, tag="Namespaces"):
     """Registered namespace of each model."""
 
     namespaces: dict[bytes, bytes]
-
-
-class GetStats(Message, frozen=True):
-    """Get the statistics. The reply is `Stats`. The cost grows with the pins."""
 
 
 class TierStats(msgspec.Struct, array_like=True):
@@ -313,7 +212,114 @@ class Failed(Message, frozen=True):
     text: str
 
 
-Request = (
+class Hello(Request[Welcome], frozen=True):
+    """First request of a connection.
+
+    Attributes:
+        role: `reader` gets a read-only descriptor of the memory, `writer` one to write,
+            and `proxy` none.
+    """
+
+    version: int
+    role: Role
+
+
+class Forget(Request[Done], frozen=True):
+    """End all that an earlier connection of this process held: its copies have ended."""
+
+    session: int
+
+
+class Find(Request[Headers], frozen=True):
+    """Look entries up. With `seconds` above 0, lease them too.
+
+    If there is a tier, entries that are missing here are looked up there first, and begin to come.
+    """
+
+    digests: Digests
+    seconds: Seconds = 0.0
+
+
+class Read(Request[Pins], frozen=True):
+    """Pin entries."""
+
+    digests: Digests
+
+
+class Unpin(Message, frozen=True):
+    """Release pins. It has no reply, so that it can be sent with the next request."""
+
+    numbers: list[int]
+
+
+class Begin(Request[Begun], frozen=True):
+    """Begin to write an entry."""
+
+    digest: Digest
+    namespace: Name
+    size_bytes: Size
+    replace: bool
+
+
+class End(Request[Done], frozen=True):
+    """End a write; an empty header gives it up. `Done` has 1 if it is stored."""
+
+    number: int
+    header: Header
+
+
+class Discard(Request[Done], frozen=True):
+    """Delete the entry of a pin, which is corrupt, unless it was replaced."""
+
+    number: int
+
+
+class Delete(Request[Done], frozen=True):
+    """Delete entries. `Done` has their number."""
+
+    digests: Digests
+
+
+class Purge(Request[Done], frozen=True):
+    """Delete a namespace with its entries. `Done` has their number."""
+
+    namespace: Name
+
+
+class ClaimKeys(Request[Claimed], frozen=True):
+    """Claim keys. With `find`, the keys of existing entries are not claimed."""
+
+    digests: Digests
+    owner: Owner
+    seconds: Seconds
+    find: bool = False
+
+
+class Release(Request[Done], frozen=True):
+    """Release claims."""
+
+    digests: Digests
+    owner: Owner
+
+
+class List(Request[Page], frozen=True):
+    """List entries after this digest, by digest."""
+
+    after: bytes
+
+
+class Register(Request[NamespaceList], frozen=True):
+    """Register the namespace of a model; an empty model only asks."""
+
+    model: RegisteredName
+    namespace: RegisteredName
+
+
+class GetStats(Request[Stats], frozen=True):
+    """Get the statistics. The cost grows with the pins."""
+
+
+AnyRequest = (
     Hello
     | Forget
     | Find
@@ -333,7 +339,7 @@ Request = (
 Reply = Welcome | Headers | Pins | Begun | Done | Claimed | Page | NamespaceList | Stats | Failed
 
 _encoder = msgspec.msgpack.Encoder()
-_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_requests: msgspec.msgpack.Decoder[AnyRequest] = msgspec.msgpack.Decoder(AnyRequest)
 _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
@@ -341,13 +347,13 @@ class BadMessage(Exception):
     """Raised for bytes that are no message, or a message that is too long."""
 
 
-def encode(message: Request | Reply) -> bytes:
+def encode(message: Message) -> bytes:
     """Return a message with its length."""
     body = _encoder.encode(message)
     return len(body).to_bytes(LENGTH_BYTES, "little") + body
 
 
-def read_request(body: Any) -> Request:
+def read_request(body: Any) -> AnyRequest:
     """Parse a request without its length. Raise BadMessage if it is none."""
     try:
         return _requests.decode(body)

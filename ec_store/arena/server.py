@@ -23,6 +23,7 @@ from ec_store.arena.peers import Peer
 from ec_store.arena.protocol import (
     MAX_REQUEST_BYTES,
     VERSION,
+    AnyRequest,
     BadMessage,
     Begin,
     ClaimKeys,
@@ -37,7 +38,6 @@ from ec_store.arena.protocol import (
     Purge,
     Read,
     Reply,
-    Request,
     Role,
     Welcome,
     encode,
@@ -158,7 +158,7 @@ class ArenaServer:
         os.close(self._read_only)
         os.close(self._memory.fd)
 
-    def answer(self, session: "Session", request: Request) -> Reply | None:
+    def answer(self, session: "Session", request: AnyRequest) -> Reply | None:
         """Return the reply to a request, and begin the work that follows from it."""
         if isinstance(request, Forget):
             self._forget_earlier(request.session)
@@ -178,7 +178,7 @@ class ArenaServer:
         self._checksums.wake()
         return reply
 
-    def look_up(self, request: Request) -> "asyncio.Task[None] | None":
+    def look_up(self, request: AnyRequest) -> "asyncio.Task[None] | None":
         """Look up in the tier what a request asks for and the memory lacks.
 
         Return a task that ends soon, after which the request is answered; None: at once.
@@ -324,7 +324,7 @@ class Session(asyncio.Protocol):
         self.client = Client(peer.pid)
         self._server = server
         self._frames = Frames(MAX_REQUEST_BYTES)
-        self._pending: deque[tuple[Request, asyncio.Task[None] | None]] = deque()
+        self._pending: deque[tuple[AnyRequest, asyncio.Task[None] | None]] = deque()
         """Requests that wait for the tier, each with its look-up, or until the client reads its
         replies, and those behind them."""
         self._reads_replies = True
@@ -392,7 +392,7 @@ class Session(asyncio.Protocol):
         self._reads_replies = True
         self._serve_pending()
 
-    def _receive(self, request: Request) -> None:
+    def _receive(self, request: AnyRequest) -> None:
         if self.role is not None:
             if (reply := self._server.answer(self, request)) is not None:
                 self.transport.write(encode(reply))

@@ -34,26 +34,19 @@ from ec_store.arena.memory import Bytes, copy_in, copy_out
 from ec_store.arena.protocol import (
     Begin,
     Begun,
-    Claimed,
     Delete,
     Discard,
-    Done,
     End,
     GetStats,
-    Headers,
     List,
-    NamespaceList,
-    Page,
+    Message,
     Pin,
-    Pins,
     Purge,
     Read,
     Register,
-    Reply,
     Request,
     Role,
     Row,
-    Stats,
 )
 from ec_store.arena.url import ArenaOptions
 from ec_store.base import Listed, MemoryStats, Store, StoreStats
@@ -63,7 +56,7 @@ from ec_store.entry import Entry, EntryInfo, HeldEntry
 from ec_store.errors import CorruptEntry, EntryTooLarge, StoreUnavailable
 from ec_store.keys import EntryKey
 
-R = TypeVar("R", bound=Reply)
+R = TypeVar("R", bound=Message)
 
 MEMORY_STATS = [each.name for each in fields(MemoryStats)]
 
@@ -161,7 +154,7 @@ class ArenaStore(Store):
             except CorruptEntry:
                 self.counts.add(corrupt=1)
                 try:
-                    self.connection.call(Discard(pin.number), Done, within=arena)
+                    self.connection.call(Discard(pin.number), within=arena)
                 finally:
                     self.connection.release(arena, pin.number)
             except BaseException:  # a signal
@@ -171,31 +164,31 @@ class ArenaStore(Store):
         return entry
 
     def lookup(self, keys: Sequence[EntryKey]) -> list[EntryInfo | None]:
-        return entry_infos(keys, self._ask(find_request(keys), Headers).headers)
+        return entry_infos(keys, self._ask(find_request(keys)).headers)
 
     def lease(self, keys: Sequence[EntryKey], seconds: float) -> list[EntryInfo | None]:
-        return entry_infos(keys, self._ask(find_request(keys, seconds), Headers).headers)
+        return entry_infos(keys, self._ask(find_request(keys, seconds)).headers)
 
     def claim(self, keys: Sequence[EntryKey], owner: str, seconds: float) -> list[bool]:
         """Claim entries (see `Store.claim`). A claim ends with this store's connection too."""
-        reply = self._ask(claim_request(keys, owner, seconds, find=False), Claimed)
+        reply = self._ask(claim_request(keys, owner, seconds, find=False))
         return of_each(keys, reply.held)
 
     def claim_or_find(
         self, keys: Sequence[EntryKey], owner: str, seconds: float
     ) -> list[EntryInfo | bool]:
         """Claim missing entries (see `Store.claim_or_find`), in one round trip."""
-        reply = self._ask(claim_request(keys, owner, seconds, find=True), Claimed)
+        reply = self._ask(claim_request(keys, owner, seconds, find=True))
         return found_or_claimed(keys, reply.headers, reply.held)
 
     def release(self, keys: Sequence[EntryKey], owner: str) -> None:
-        self._ask(release_request(keys, owner), Done)
+        self._ask(release_request(keys, owner))
 
     def delete(self, keys: Sequence[EntryKey]) -> int:
-        return self._ask(Delete(key_digests(keys)), Done).number
+        return self._ask(Delete(key_digests(keys))).number
 
     def purge(self, namespace: str) -> int:
-        return self._ask(Purge(encode_name(namespace)), Done).number
+        return self._ask(Purge(encode_name(namespace))).number
 
     def ls(self) -> Iterator[Listed]:
         """Yield every entry, in the order of their digests."""
@@ -207,7 +200,7 @@ class ArenaStore(Store):
             yield replace(_listed(row), problem=self._problem(row.digest, fix=fix))
 
     def stats(self) -> StoreStats:
-        stats = self._ask(GetStats(), Stats)
+        stats = self._ask(GetStats())
         return StoreStats(
             entries=stats.entries,
             bytes=stats.taken_bytes,
@@ -219,24 +212,24 @@ class ArenaStore(Store):
         )
 
     def register_namespace(self, model: str, namespace: str) -> None:
-        self._ask(Register(encode_name(model), encode_name(namespace)), NamespaceList)
+        self._ask(Register(encode_name(model), encode_name(namespace)))
 
     def namespaces(self) -> Mapping[str, str]:
-        return namespaces_of(self._ask(Register(b"", b""), NamespaceList))
+        return namespaces_of(self._ask(Register(b"", b"")))
 
     def check(self) -> None:
-        self._ask(find_request([]), Headers)
+        self._ask(find_request([]))
 
     def close(self) -> None:
         self.connection.close()
 
-    def _ask(self, request: Request, reply_type: type[R]) -> R:
-        return self.connection.call(request, reply_type)[0]
+    def _ask(self, request: Request[R]) -> R:
+        return self.connection.call(request)[0]
 
     def _begin(self, request: Begin) -> tuple[Begun, MappedArena] | None:
         """Begin a write; return None if the entry exists."""
         for _ in _attempts(OTHERS_WRITE_S):
-            reply, arena = self.connection.call(request, Begun)
+            reply, arena = self.connection.call(request)
             if reply.number:
                 return reply, arena
             match Refusal(reply.refusal):
@@ -251,7 +244,7 @@ class ArenaStore(Store):
     def _read(self, digest: bytes) -> tuple[Pin, MappedArena]:
         """Pin an entry, if it comes from the tier after that, and return the pin."""
         for _ in _attempts(self.options.timeout_s / 2):
-            reply, arena = self.connection.call(Read([digest]), Pins)
+            reply, arena = self.connection.call(Read([digest]))
             [pin] = reply.pins
             if pin.number or not pin.header:
                 break
@@ -260,7 +253,7 @@ class ArenaStore(Store):
     def end(self, write: "EntryWrite", header: bytes) -> bool:
         """End a write; an empty header gives it up. Return whether the entry is stored."""
         write.arena.writes.discard(write.number)
-        done, _ = self.connection.call(End(write.number, header), Done, within=write.arena)
+        done, _ = self.connection.call(End(write.number, header), within=write.arena)
         return done.number == 1
 
     def _pinned(self, key: EntryKey, arena: MappedArena, pin: Pin) -> "PlacedEntry":
@@ -288,7 +281,7 @@ class ArenaStore(Store):
 
     def _problem(self, digest: bytes, *, fix: bool) -> str | None:
         """Return why an entry is corrupt, and delete it with `fix`; None if it is not, or gone."""
-        reply, arena = self.connection.call(Read([digest]), Pins)
+        reply, arena = self.connection.call(Read([digest]))
         [pin] = reply.pins
         if not pin.number:
             return None
@@ -297,7 +290,7 @@ class ArenaStore(Store):
             _verify(arena.parts(pin.extents, header.payload_bytes), pin.checksum)
         except CorruptEntry as error:
             if fix:  # this entry, and none that has replaced it
-                self.connection.call(Discard(pin.number), Done, within=arena)
+                self.connection.call(Discard(pin.number), within=arena)
             return str(error)
         else:
             return None
@@ -306,7 +299,7 @@ class ArenaStore(Store):
 
     def _rows(self) -> Iterator[Row]:
         after = b""
-        while rows := self._ask(List(after), Page).rows:
+        while rows := self._ask(List(after)).rows:
             yield from rows
             after = rows[-1].digest
 

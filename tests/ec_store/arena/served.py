@@ -18,7 +18,7 @@ from ec_store.arena.connection import ArenaConnection, MappedArena
 from ec_store.arena.extents import ExtentAllocator
 from ec_store.arena.index import ArenaIndex
 from ec_store.arena.memory import create_memory
-from ec_store.arena.protocol import GetStats, Pin, Pins, Read, Stats
+from ec_store.arena.protocol import GetStats, Pin, Read, Stats
 from ec_store.arena.server import ArenaServer
 from ec_store.arena.sockets import bind
 from ec_store.arena.store import ArenaStore
@@ -67,7 +67,7 @@ def hashed_pin(connection: ArenaConnection, key: EntryKey) -> tuple[Pin, MappedA
     """Pin an entry when it has a checksum."""
     deadline_s = time.monotonic() + 10
     while True:
-        reply, arena = connection.call(Read([bytes.fromhex(key.digest)]), Pins)
+        reply, arena = connection.call(Read([bytes.fromhex(key.digest)]))
         [pin] = reply.pins
         if pin.checksum:
             return pin, arena
@@ -83,7 +83,7 @@ def opened(path: Path, timeout_s: float = 10) -> ArenaStore:
 def stats(path: Path) -> Stats:
     connection = ArenaConnection(str(path), "proxy", 10)
     try:
-        return connection.call(GetStats(), Stats)[0]
+        return connection.call(GetStats())[0]
     finally:
         connection.close()
 

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from ec_store.arena.protocol import (
     VERSION,
+    AnyRequest,
     Begin,
     Begun,
     ClaimKeys,
     Delete,
     Discard,
-    Done,
     End,
     Failed,
     Find,
@@ -27,7 +27,6 @@ from ec_store.arena.protocol import (
     Read,
     Register,
     Release,
-    Request,
     Stats,
     Unpin,
     Welcome,
@@ -42,7 +41,7 @@ from tests.ec_store.contract import assert_same, key, sized
 OTHER = bytes(32)
 BEGIN = encode(Begin(OTHER, b"", 100, False))
 HELLO = encode(Hello(VERSION, "writer"))
-REQUESTS: tuple[Request, ...] = (
+REQUESTS: tuple[AnyRequest, ...] = (
     Hello(VERSION, "writer"),
     Forget(7),
     Find([OTHER], 1.0),
@@ -131,7 +130,7 @@ def test_bytes_that_no_client_sends_end_their_connection_alone(
     assert_same(sized(100), found)
     assert_same(sized(100), store.get(key()))
     del found
-    store._ask(Forget(session), Done)  # noqa: SLF001 - as this process, which lives, would report
+    store._ask(Forget(session))  # noqa: SLF001 - as this process, which lives, would report
     until(path, clients=2, entries=1, begun_bytes=0, pinned_bytes=0, gone_bytes=0)
 
 
@@ -147,7 +146,7 @@ def test_half_a_message_ends_with_its_connection(
             connection.sendall(BEGIN)
             assert isinstance(read_reply(connection.recv(2**16)[4:]), Begun)
             connection.sendall(message[:size])
-        store._ask(Forget(session), Done)  # noqa: SLF001
+        store._ask(Forget(session))  # noqa: SLF001
     until(path, clients=2, begun_bytes=0, gone_bytes=0)
 
 

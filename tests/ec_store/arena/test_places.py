@@ -35,7 +35,7 @@ def server(path: Path) -> Iterator[ArenaServer]:
 def stats(store: ArenaStore) -> Stats:
     """Return the server's statistics, after all releases of the store have been sent."""
     gc.collect()
-    return store.connection.call(GetStats(), Stats)[0]
+    return store.connection.call(GetStats())[0]
 
 
 def divide(store: ArenaStore) -> Entry:
@@ -54,7 +54,7 @@ def test_an_entry_in_several_extents_is_pinned_in_place(store: ArenaStore, path:
     pinned = store.pin(key("divided"))
     assert pinned is not None
     reader = ArenaConnection(str(path), "reader", 10)
-    mapped = reader.call(GetStats(), Stats)[1]
+    mapped = reader.call(GetStats())[1]
     parts = mapped.parts(pinned.place.extents, pinned.place.size_bytes)
 
     assert len(pinned.place.extents) == 3

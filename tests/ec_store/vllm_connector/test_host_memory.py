@@ -59,7 +59,7 @@ class Server:
     def stats(self) -> Stats:
         connection = ArenaConnection(str(self._path), "proxy", 10)
         try:
-            return connection.call(GetStats(), Stats)[0]
+            return connection.call(GetStats())[0]
         finally:
             connection.close()
 
