@@ -38,7 +38,6 @@ from ec_store.arena.protocol import (
     Purge,
     Read,
     Reply,
-    Role,
     Welcome,
     encode,
     read_request,
@@ -58,7 +57,6 @@ GONE_S = 60.0
 kernel gives no descriptor of its process: before Linux 6.5 (`SO_PEERPIDFD`), and in another PID
 namespace."""
 
-ACCEPT_AGAIN_S = 0.1
 EXPIRE_EVERY_S = 10.0
 BACKLOG = 128
 
@@ -82,7 +80,7 @@ thousands of requests, so a pause of reading does not bound the replies."""
 MAX_PENDING = 64
 """Requests of a client that wait above which no more are read."""
 
-NEEDS_MEMORY: Mapping[Role | None, tuple[type, ...]] = {"proxy": (Read, Begin), "reader": (Begin,)}
+NEEDS_MEMORY: Mapping[str, tuple[type, ...]] = {"proxy": (Read, Begin), "reader": (Begin,)}
 """Requests for which the memory of a client is missing, by its role: but for an entry without
 payload, as the proxies write for clients' names of media."""
 
@@ -115,21 +113,21 @@ class ArenaServer:
         self._memory = memory
         self._name = secrets.token_bytes(16)
         self._read_only = os.open(f"/proc/self/fd/{memory.fd}", os.O_RDONLY | os.O_CLOEXEC)
-        self._sessions: dict[int, Session] = {}
+        self._sessions: dict[int, tuple[Session, Peer]] = {}
         self._connections: Counter[int] = Counter()
         """Number of connections of each user, with those that have ended and still keep bytes."""
         self._gone: dict[int, Peer] = {}
         self._checksums = Checksums(index, map_memory(memory.fd, memory.size_bytes, write=False))
         self._tier: TierTransfers | None = None
-        self._listener: socket.socket | None = None
-        self._connecting: set[asyncio.Task[object]] = set()
-        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._listening: asyncio.AbstractServer | None = None
+        self._expiry: asyncio.TimerHandle | None = None
 
-    def start(self, listener: socket.socket, tier: Tier | None = None) -> None:
+    async def start(self, listener: socket.socket, tier: Tier | None = None) -> None:
         """Accept connections of a socket from `bind`. The server closes it, and the tier."""
-        listener.listen(BACKLOG)
-        self._listener = listener
-        self._listen(listener)
+        loop = asyncio.get_running_loop()
+        self._listening = await loop.create_unix_server(
+            lambda: Session(self), sock=listener, backlog=BACKLOG
+        )
         self._expire()
         self._checksums.start()
         if tier is not None:
@@ -139,14 +137,12 @@ class ArenaServer:
 
     async def close(self) -> None:
         """Stop listening and disconnect all clients. Their memory stays mapped in them."""
-        for timer in self._timers.values():
-            timer.cancel()
-        if self._listener is not None:
-            asyncio.get_running_loop().remove_reader(self._listener)
-            self._listener.close()
-            self._listener = None
-        await asyncio.gather(*self._connecting)
-        for session in list(self._sessions.values()):
+        if self._expiry is not None:
+            self._expiry.cancel()
+        if self._listening is not None:
+            self._listening.close()
+            self._listening = None
+        for session, _ in list(self._sessions.values()):
             session.transport.abort()
         while self._sessions:  # noqa: ASYNC110 - one or two turns of the loop
             await asyncio.sleep(0)
@@ -164,10 +160,11 @@ class ArenaServer:
             self._forget_earlier(request.session)
             return Done()
         needless = isinstance(request, Begin) and not request.size_bytes
-        if isinstance(request, NEEDS_MEMORY.get(session.role, ())) and not needless:
-            raise BadMessage(f"a {session.role} sends no {type(request).__name__}")
-        written = session.client.writes.get(request.number) if isinstance(request, End) else None
-        reply = self.arena.answer(session.client, request, self.clock())
+        client = session.client
+        if isinstance(request, NEEDS_MEMORY.get(client.role, ())) and not needless:
+            raise BadMessage(f"a {client.role} sends no {type(request).__name__}")
+        written = client.writes.get(request.number) if isinstance(request, End) else None
+        reply = self.arena.answer(client, request, self.clock())
         if self._tier is not None:
             if written is not None and reply == Done(1):
                 self._tier.offer(written)
@@ -190,8 +187,29 @@ class ArenaServer:
         return None
 
     def add(self, session: "Session") -> None:
-        """Add a connection, which must send a `Hello` first."""
-        self._sessions[session.number] = session
+        """Add a connection, which must send a `Hello` first; above a maximum, that is refused."""
+        try:
+            peer = Peer.of(session.transport.get_extra_info("socket"))
+        except OSError as error:
+            logger.warning("the arena closes a new connection: %s", error)
+            session.transport.abort()
+            return
+        total, of_user = self._connections.total(), self._connections[peer.uid]
+        most = self._max_connections
+        if self._listening is None or max(total - most, of_user - most // 2) >= MAX_REFUSED:
+            peer.close()
+            session.transport.abort()
+            return
+        if total >= most:
+            session.refusal = f"the arena has {most} connections, which is the maximum"
+        elif of_user >= most // 2:
+            session.refusal = (
+                f"user {peer.uid} has {most // 2} connections to the arena, which is the maximum "
+                "of a user"
+            )
+        self._connections[peer.uid] += 1
+        session.client.pid = peer.pid
+        self._sessions[session.number] = session, peer
 
     def welcome(self, session: "Session", hello: Hello) -> None:
         """Answer the first request of a connection, with the memory's descriptor.
@@ -210,19 +228,22 @@ class ArenaServer:
             )
         welcome = Welcome(self._name, session.number, memory.size_bytes, memory.segment_bytes)
         memories = {"proxy": [], "reader": [self._read_only], "writer": [memory.fd]}
-        socket.send_fds(session.connection, [encode(welcome)], memories[hello.role])
+        fd = session.transport.get_extra_info("socket").fileno()
+        with socket.fromfd(fd, socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            socket.send_fds(connection, [encode(welcome)], memories[hello.role])
         session.client.role = hello.role
         self.arena.clients[session.number] = session.client
 
     def lose(self, session: "Session") -> None:
         """Take back what a client held, now or when its process is gone."""
         number, client = session.number, session.client
-        del self._sessions[number]
+        if number not in self._sessions:  # it was closed at once
+            return
+        _, peer = self._sessions.pop(number)
         self.arena.clients.pop(number, None)
         self.arena.index.disconnect(client)
         if client.role == "proxy":  # it has no memory, so nothing is still being copied
             self.arena.index.forget(client, self.clock())
-        peer = session.peer
         if not client.pins and not client.writes:
             self._drop(peer)
         else:
@@ -238,7 +259,8 @@ class ArenaServer:
         """Forget a connection of a client that has lost it, and alone knows its number."""
         if number in self._gone:
             self._forget(number)
-        elif earlier := self._sessions.get(number):
+        elif number in self._sessions:
+            earlier, _ = self._sessions[number]
             earlier.transport.abort()  # the end of its connection has not been read yet
             self.arena.index.disconnect(earlier.client)
             self.arena.index.forget(earlier.client, self.clock())
@@ -253,7 +275,7 @@ class ArenaServer:
     def _expire(self) -> None:
         self.arena.index.expire(self.clock())
         loop = asyncio.get_running_loop()
-        self._timers["expire"] = loop.call_later(EXPIRE_EVERY_S, self._expire)
+        self._expiry = loop.call_later(EXPIRE_EVERY_S, self._expire)
 
     def _drop(self, peer: Peer) -> None:
         peer.close()
@@ -261,67 +283,23 @@ class ArenaServer:
         if not self._connections[peer.uid]:
             del self._connections[peer.uid]
 
-    def _listen(self, listener: socket.socket) -> None:
-        asyncio.get_running_loop().add_reader(listener, self._accept, listener)
-
-    def _accept(self, listener: socket.socket) -> None:
-        """Make a session of a new connection, or refuse it."""
-        # Not `loop.sock_accept`: in Python 3.11 its cancellation may lose a connection.
-        loop = asyncio.get_running_loop()
-        try:
-            connection, _ = listener.accept()
-        except BlockingIOError:  # the client is gone
-            return
-        except OSError as error:  # no descriptor is left
-            logger.warning("the arena cannot accept a connection: %s", error)
-            loop.remove_reader(listener)
-            self._timers["listen"] = loop.call_later(ACCEPT_AGAIN_S, self._listen, listener)
-            return
-        connection.setblocking(False)
-        try:
-            peer = Peer.of(connection)
-        except OSError as error:
-            logger.warning("the arena closes a new connection: %s", error)
-            connection.close()
-            return
-        total, of_user = self._connections.total(), self._connections[peer.uid]
-        most = self._max_connections
-        if max(total - most, of_user - most // 2) >= MAX_REFUSED:
-            connection.close()
-            peer.close()
-            return
-        session = Session(self, peer, connection)
-        if total >= most:
-            session.refusal = f"the arena has {most} connections, which is the maximum"
-        elif of_user >= most // 2:
-            session.refusal = (
-                f"user {peer.uid} has {most // 2} connections to the arena, which is the maximum "
-                "of a user"
-            )
-        self._connections[peer.uid] += 1
-        connecting = loop.create_task(loop.connect_accepted_socket(lambda: session, connection))
-        self._connecting.add(connecting)
-        connecting.add_done_callback(self._connecting.discard)
-
 
 class Session(asyncio.Protocol):
     """Connection of one client.
 
     Attributes:
-        role: its role; None before its first request.
+        number: random number that no other client knows.
+        client: what it holds; without a role before its first request.
         refusal: reason for which its first request is refused; empty: it is not.
     """
 
     transport: asyncio.Transport
     _timer: asyncio.TimerHandle
 
-    def __init__(self, server: ArenaServer, peer: Peer, connection: socket.socket) -> None:
+    def __init__(self, server: ArenaServer) -> None:
         self.number = secrets.randbits(62)
-        self.peer = peer
-        self.connection = connection
-        self.role: Role | None = None
         self.refusal = ""
-        self.client = Client(peer.pid)
+        self.client = Client()
         self._server = server
         self._frames = Frames(MAX_REQUEST_BYTES)
         self._pending: deque[tuple[AnyRequest, asyncio.Task[None] | None]] = deque()
@@ -331,14 +309,13 @@ class Session(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)
+        self._timer = asyncio.get_running_loop().call_later(HELLO_S, self.transport.abort)
         self._server.add(self)
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(HELLO_S, self.transport.abort)
 
     def data_received(self, data: bytes) -> None:
         try:
             for request in map(read_request, self._frames.split(data)):
-                looking = None if self.role is None else self._server.look_up(request)
+                looking = self._server.look_up(request) if self.client.role else None
                 if looking is not None:
                     looking.add_done_callback(lambda _: self._serve_pending())
                 if looking is not None or self._pending or self._has_unread:
@@ -393,12 +370,11 @@ class Session(asyncio.Protocol):
         self._serve_pending()
 
     def _receive(self, request: AnyRequest) -> None:
-        if self.role is not None:
+        if self.client.role:
             if (reply := self._server.answer(self, request)) is not None:
                 self.transport.write(encode(reply))
         elif isinstance(request, Hello):
             self._server.welcome(self, request)
-            self.role = request.role
             self._timer.cancel()
         else:
             raise BadMessage("the first request is no Hello")

@@ -13,6 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
+import uvloop
+
 from ec_store import EntryKey
 from ec_store.arena.connection import ArenaConnection, MappedArena
 from ec_store.arena.extents import ExtentAllocator
@@ -47,13 +49,13 @@ def serving(
 
     async def serve() -> None:
         server = ArenaServer(memory, index, **options)
-        server.start(bind(path, 0o600), tier)
+        await server.start(bind(path, 0o600), tier)
         started.append(server)
         ready.set()
         await asyncio.to_thread(done.wait)
         await server.close()
 
-    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread = threading.Thread(target=lambda: uvloop.run(serve()))
     thread.start()
     try:
         assert ready.wait(10), "the server has not started"

@@ -151,7 +151,7 @@ def serve(path: Path, step: int, pipe: Connection) -> None:
     async def run() -> None:
         memory = create_memory(MIB)
         server = ArenaServer(memory, ArenaIndex(ExtentAllocator(MIB, MIB // 4)))
-        server.start(bind(path, 0o600))
+        await server.start(bind(path, 0o600))
         asyncio.get_running_loop().add_reader(pipe.fileno(), arm)
         pipe.send("ready")
         await asyncio.Event().wait()

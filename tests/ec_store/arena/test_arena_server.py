@@ -381,7 +381,7 @@ def test_a_client_that_reads_no_large_reply_gets_the_next_ones_when_it_does(
         connection.sendall(encode(End(begun.number, bytes(2**20))))
         connection.recv(4096)
         connection.sendall(encode(Find([KEY])) * 100)
-        [session] = server._sessions.values()  # noqa: SLF001
+        [(session, _)] = server._sessions.values()  # noqa: SLF001
         wait_for(session.transport.get_write_buffer_size)
         assert store.put(key("other"), sized(100)) is True  # so all 100 have been received
         assert session.transport.get_write_buffer_size() < 4 * MIB

@@ -26,7 +26,6 @@ from ec_store.arena.connection import ArenaConnection
 from ec_store.arena.extents import ExtentAllocator
 from ec_store.arena.index import ArenaIndex
 from ec_store.arena.memory import create_memory
-from ec_store.arena.peers import Peer
 from ec_store.arena.protocol import (
     MAX_REPLY_BYTES,
     VERSION,
@@ -635,11 +634,13 @@ async def test_a_request_that_waited_for_the_tier_is_dropped_while_its_connectio
     redis: RedisServer, tmp_path: Path
 ) -> None:
     server = ArenaServer(create_memory(MIB), ArenaIndex(ExtentAllocator(MIB, MIB)))
-    server.start(bind(tmp_path / "arena.sock", 0o600), RedisStore.from_url(redis.url()))
+    await server.start(bind(tmp_path / "arena.sock", 0o600), RedisStore.from_url(redis.url()))
     before = asyncio.all_tasks()
-    session = Session(server, Peer(0, 0, None), Mock())
-    session.role = "reader"
+    session = Session(server)
+    session.client.role = "reader"
     transport = Mock(spec=asyncio.Transport, get_write_buffer_size=lambda: 0)
+    client, ours = socket.socketpair()
+    transport.get_extra_info.return_value = ours
     session.connection_made(transport)
 
     session.data_received(encode(Read([bytes(32)])))
@@ -650,6 +651,8 @@ async def test_a_request_that_waited_for_the_tier_is_dropped_while_its_connectio
 
     transport.write.assert_not_called()
     session.connection_lost(None)
+    client.close()
+    ours.close()
     await server.close()
 
 
