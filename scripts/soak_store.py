@@ -175,7 +175,7 @@ def _left_in_memory(url: str) -> str:
     until_s = time.monotonic() + END_S
     while True:
         stats, _ = connection.call(GetStats())
-        held = stats.pinned_bytes + stats.begun_bytes + stats.gone_bytes
+        held = stats.memory.pinned_bytes + stats.memory.begun_bytes + stats.memory.gone_bytes
         if not held or time.monotonic() > until_s:
             connection.close()
             right = not held and stats.taken_bytes == kept

@@ -35,7 +35,7 @@ from ec_store.arena.protocol import (
     TierStats,
     Unpin,
 )
-from ec_store.base import ClientUse
+from ec_store.base import ClientUse, MemoryStats
 
 PAGE_ROWS = 256
 """Upper bound of the rows in one page of a listing, each with a header of some hundred bytes."""
@@ -204,22 +204,25 @@ class Arena:
         clients = [*self.clients.values(), *gone, self.own]
         leased = self.index.leased(now_s)
         pins = [pinned_s for client in clients for _, pinned_s in client.pins.values()]
-        return Stats(
-            entries=len(self.index),
-            taken_bytes=self.index.taken_bytes,
-            size_bytes=self.size_bytes,
-            evictions=self.index.evictions,
+        memory = MemoryStats(
+            pages=self.pages,
             clients=len(self.clients),
             pinned_bytes=pinned_bytes(clients),
-            leased=len(leased),
             leased_bytes=sum(slot.taken_bytes for slot in leased),
             begun_bytes=sum(client.begun_bytes for client in clients),
             gone_bytes=sum(client.pinned_bytes + client.begun_bytes for client in gone),
             oldest_pin_s=now_s - min(pins, default=now_s),
-            tier=self.tier,
-            pages=self.pages,
             refused=self.refused,
             uses=_uses(clients),
+        )
+        return Stats(
+            len(self.index),
+            self.index.taken_bytes,
+            self.size_bytes,
+            self.index.evictions,
+            len(leased),
+            memory,
+            self.tier,
         )
 
 

@@ -56,6 +56,7 @@ class MappedArena:
     It stays mapped while the connection lasts or a view of it exists.
 
     Attributes:
+        socket: the connection.
         name, session, segment_bytes: as in `Welcome`.
         memory: its bytes; empty for a proxy, and after the connection was lost.
         released: pins of entries that are no longer read here. A finalizer may append to it within
@@ -65,7 +66,12 @@ class MappedArena:
     """
 
     def __init__(
-        self, welcome: Welcome, fds: Sequence[int], role: Role, mapped: "MappedMemories"
+        self,
+        connection: socket.socket,
+        welcome: Welcome,
+        fds: Sequence[int],
+        role: Role,
+        mapped: "MappedMemories",
     ) -> None:
         """Map the memory unless it is among the mapped ones, and leave its descriptor open.
 
@@ -75,6 +81,7 @@ class MappedArena:
         """
         if len(welcome.arena) != NAME_BYTES or welcome.segment_bytes <= 0:
             raise BadMessage("the server describes no memory")
+        self.socket = connection
         self.name, self.session = welcome.arena, welcome.session
         self.segment_bytes = welcome.segment_bytes
         self.released: deque[int] = deque()
@@ -190,11 +197,11 @@ class ArenaConnection:
     def _send_releases(self, arena: MappedArena) -> None:
         while arena.released and self._lock.mutex.acquire(blocking=False):
             try:
-                if arena is not self._arena or self._socket is None:
+                if arena is not self._arena:
                     return  # it was lost, and the next connection reports the end of its copies
-                if not _has_event(self._socket, select.POLLOUT):
+                if not _has_event(arena.socket, select.POLLOUT):
                     return  # the server does not read: the next call sends them, or fails
-                _send(self._socket, _unpin(arena), time.monotonic() + self._timeout_s)
+                _send(arena.socket, _unpin(arena), time.monotonic() + self._timeout_s)
             except OSError:
                 self._disconnect()
             finally:
@@ -206,9 +213,10 @@ class ArenaConnection:
         Disconnect if the server has closed the connection: its memory is unmapped.
         """
         with self._lock.mutex:
-            if self._socket is not None and _has_event(self._socket, select.POLLRDHUP):
+            arena = self._arena
+            if arena is not None and _has_event(arena.socket, select.POLLRDHUP):
                 self._disconnect()
-        if (arena := self._arena) is not None:
+        if arena is not None:
             self._send_releases(arena)
 
     @property
@@ -227,15 +235,12 @@ class ArenaConnection:
 
         Entries that are still read here stay until this process ends.
         """
+        if (arena := self._arena) is not None:
+            self._send_releases(arena)
         with self._lock.mutex:
-            if self._socket is not None and self._arena is not None:
-                with suppress(OSError):
-                    while self._arena.released:
-                        deadline_s = time.monotonic() + self._timeout_s
-                        _send(self._socket, _unpin(self._arena), deadline_s)
             self._disconnect()
 
-    def _connect(self, deadline_s: float) -> tuple[socket.socket, MappedArena]:
+    def _connect(self, deadline_s: float) -> MappedArena:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket = connection
         connection.settimeout(max(0.001, deadline_s - time.monotonic()))
@@ -252,47 +257,43 @@ class ArenaConnection:
             reply = _receive(connection, data, deadline_s)
             if isinstance(reply, Failed):
                 raise BadMessage(reply.text)
-            self._arena = MappedArena(_expect(reply, Welcome), fds, self._role, self._mapped)
+            self._arena = MappedArena(
+                connection, _expect(reply, Welcome), fds, self._role, self._mapped
+            )
         finally:
             for fd in fds:
                 os.close(fd)
-        return connection, self._arena
+        return self._arena
 
     def _exchange(
         self, request: Request[R], deadline_s: float, within: MappedArena | None
     ) -> tuple[MappedArena, R]:
         try:
-            connection, arena = self._send_request(request, deadline_s)
+            arena = self._send_request(request, deadline_s)
         except BrokenPipeError:  # the server has ended since the last call
             if within is not None:
                 raise
             self._disconnect()
-            connection, arena = self._send_request(request, deadline_s)
-        reply = _receive(connection, b"", deadline_s)
+            arena = self._send_request(request, deadline_s)
+        reply = _receive(arena.socket, b"", deadline_s)
         return arena, cast("R", _expect(reply, request.reply_type))
 
-    def _send_request(
-        self, request: Request[R], deadline_s: float
-    ) -> tuple[socket.socket, MappedArena]:
-        connection, arena = self._socket, self._arena
-        if connection is None or arena is None:
-            connection, arena = self._connect(deadline_s)
+    def _send_request(self, request: Request[R], deadline_s: float) -> MappedArena:
+        arena = self._arena or self._connect(deadline_s)
         if self._earlier:
-            self._report_copies(connection, arena, deadline_s)
+            self._report_copies(arena, deadline_s)
         data = encode(request)
         if arena.released:
             data = _unpin(arena) + data
-        _send(connection, data, deadline_s)
-        return connection, arena
+        _send(arena.socket, data, deadline_s)
+        return arena
 
-    def _report_copies(
-        self, connection: socket.socket, arena: MappedArena, deadline_s: float
-    ) -> None:
+    def _report_copies(self, arena: MappedArena, deadline_s: float) -> None:
         """Tell the server of lost connections whose copies have ended."""
         for earlier in [earlier for earlier in self._earlier if earlier.unused]:
             if earlier.name == arena.name:
-                _send(connection, encode(Forget(earlier.session)), deadline_s)
-                _receive(connection, b"", deadline_s)
+                _send(arena.socket, encode(Forget(earlier.session)), deadline_s)
+                _receive(arena.socket, b"", deadline_s)
             self._earlier.remove(earlier)
 
     def _disconnect(self) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar, get_args
 import msgspec
 
 from ec_store.arena.extents import Extent
-from ec_store.base import ClientUse
+from ec_store.base import MemoryStats
 from ec_store.entry import MAX_HEADER_BYTES
 from ec_store.keys import MAX_OWNER_BYTES, MAX_PART_BYTES
 
@@ -186,23 +186,14 @@ class Stats(Message, frozen=True):
         taken_bytes: bytes that are not free.
         leased: number of leased entries.
         tier: None: there is no tier.
-        pages, refused, uses and others: as in `MemoryStats`.
     """
 
     entries: int
     taken_bytes: int
     size_bytes: int
     evictions: int
-    clients: int
-    pinned_bytes: int
     leased: int
-    leased_bytes: int
-    begun_bytes: int
-    gone_bytes: int
-    oldest_pin_s: float
-    pages: str
-    refused: int
-    uses: list[ClientUse]
+    memory: MemoryStats
     tier: TierStats | None = None
 
 

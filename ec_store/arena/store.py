@@ -4,7 +4,7 @@ import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from typing import Any, NamedTuple, TypeVar
 
@@ -49,7 +49,7 @@ from ec_store.arena.protocol import (
     Row,
 )
 from ec_store.arena.url import ArenaOptions
-from ec_store.base import Listed, MemoryStats, Store, StoreStats
+from ec_store.base import Listed, Store, StoreStats
 from ec_store.buffers import Buffers
 from ec_store.counts import Counts
 from ec_store.entry import Entry, EntryInfo, HeldEntry
@@ -57,8 +57,6 @@ from ec_store.errors import CorruptEntry, EntryTooLarge, StoreUnavailable
 from ec_store.keys import EntryKey
 
 R = TypeVar("R", bound=Message)
-
-MEMORY_STATS = [each.name for each in fields(MemoryStats)]
 
 OTHERS_WRITE_S = 10.0
 """Time in seconds that `put` waits for another process that writes the same entry."""
@@ -208,7 +206,7 @@ class ArenaStore(Store):
             leased=stats.leased,
             tier=None if stats.tier is None else msgspec.structs.asdict(stats.tier),
             **(self._process_counts() | {"evictions": stats.evictions}),
-            memory=MemoryStats(**{name: getattr(stats, name) for name in MEMORY_STATS}),
+            memory=stats.memory,
         )
 
     def register_namespace(self, model: str, namespace: str) -> None:

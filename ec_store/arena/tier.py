@@ -10,7 +10,6 @@ could read the old one. Leases and claims hold on their host too.
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -134,11 +133,10 @@ class TierTransfers:
         self._running_lookups = 0
         self._fetch_bytes = 0
         self._failed: BoundedDict[bytes, float] = BoundedDict(MAX_FAILED)
-        self._queue: deque[Callable[[], Awaitable[None]]] = deque()
+        self._queue: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
         """Writes and deletions that wait, in order."""
         self._removed: set[bytes] = set()
         self._purged: list[str] = []
-        self._woken = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
@@ -187,8 +185,7 @@ class TierTransfers:
             return
         stats.queued += 1
         stats.queued_bytes += size_bytes
-        self._queue.append(partial(self._send, slot.digest, size_bytes, self._clock()))
-        self._woken.set()
+        self._queue.put_nowait(partial(self._send, slot.digest, size_bytes, self._clock()))
 
     def remove(self, digests: Sequence[bytes]) -> None:
         """Queue entries to be deleted, and abandon their fetches. They are misses from now on."""
@@ -201,8 +198,7 @@ class TierTransfers:
         names = list({digest.hex() for digest in digests})
         end = partial(self._removed.difference_update, digests)
         call = partial(self._tier.remove, names)
-        self._queue.append(partial(self._delete, call, len(digests), end))
-        self._woken.set()
+        self._queue.put_nowait(partial(self._delete, call, len(digests), end))
 
     def purge(self, name: bytes) -> None:
         """Queue a namespace to be deleted, and abandon its fetches.
@@ -221,8 +217,7 @@ class TierTransfers:
             return
         self._purged.append(namespace)
         end = partial(self._purged.remove, namespace)
-        self._queue.append(partial(self._delete, partial(self._tier.purge, namespace), 1, end))
-        self._woken.set()
+        self._queue.put_nowait(partial(self._delete, partial(self._tier.purge, namespace), 1, end))
 
     async def _look_up(self, digests: Sequence[bytes]) -> None:
         names = [digest.hex() for digest in digests]
@@ -310,15 +305,12 @@ class TierTransfers:
     async def _send_all(self) -> None:
         """Send and delete what waits, in order, until this task is cancelled."""
         while True:
-            await self._woken.wait()
-            self._woken.clear()
-            while self._queue:
-                change = self._queue.popleft()
-                try:
-                    await change()
-                except Exception:  # what waits behind it must be sent
-                    self.stats.errors += 1
-                    logger.exception("an entry cannot be sent to the tier of the arena")
+            change = await self._queue.get()
+            try:
+                await change()
+            except Exception:  # what waits behind it must be sent
+                self.stats.errors += 1
+                logger.exception("an entry cannot be sent to the tier of the arena")
 
     async def _send(self, digest: bytes, size_bytes: int, since_s: float) -> None:
         """Send an entry that has waited since a time of the arena's clock."""
@@ -338,11 +330,10 @@ class TierTransfers:
             self.stats.corrupt += 1
             index.discard(own, number)
             logger.warning("a corrupt entry was deleted, not sent to the tier: %s", error)
-        except EntryTooLarge:
-            self.stats.drops += 1
         except StoreError as error:
             self.stats.drops += 1
-            self._fail(self._writing, error)
+            if not isinstance(error, EntryTooLarge):
+                self._fail(self._writing, error)
         else:
             self._writing.succeeded()
             self.stats.sent += sent

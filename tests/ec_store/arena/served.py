@@ -10,9 +10,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
+import msgspec
 import uvloop
 
 from ec_store import EntryKey
@@ -93,7 +95,11 @@ def stats(path: Path) -> Stats:
 def until(path: Path, **expected: float) -> None:
     """Wait until the server's statistics have these values."""
     deadline_s = time.monotonic() + 10
-    while any(getattr(found := stats(path), name) != value for name, value in expected.items()):
+    while True:
+        found = stats(path)
+        numbers = {**asdict(found.memory), **msgspec.structs.asdict(found)}
+        if all(numbers[name] == value for name, value in expected.items()):
+            return
         assert time.monotonic() < deadline_s, f"{found}, expected {expected}"
         time.sleep(0.01)
 

@@ -128,7 +128,7 @@ async def test_calls_of_one_connection_are_one_connection(path: Path, server: Ar
         stats = await other.call(GetStats())
         await other.close()
 
-    assert stats.clients == 2
+    assert stats.memory.clients == 2
 
 
 async def test_the_reply_to_a_cancelled_call_is_dropped_in_its_turn(

@@ -150,7 +150,7 @@ def test_silent_connections_end_and_make_room(path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("ec_store.arena.server.HELLO_S", 0.2)
     with serving(path, max_connections=4), silent(path) as first, silent(path) as second:
         assert first.recv(1) == second.recv(1) == b""
-        assert stats(path).clients == 1
+        assert stats(path).memory.clients == 1
 
 
 @pytest.mark.fault(123)
@@ -176,7 +176,7 @@ def test_clients_that_are_gone_count_while_their_bytes_stay(path: Path) -> None:
             client = ArenaConnection(str(path), "reader", 10)
             client.call(Read([digest]))
             client.close()
-            while stats_of(store).gone_bytes != PAGE_BYTES * (n + 1):
+            while stats_of(store).memory.gone_bytes != PAGE_BYTES * (n + 1):
                 time.sleep(0.01)
         assert "has 4 connections" in text_of(raw(path, HELLO))
 

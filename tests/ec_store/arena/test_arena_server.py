@@ -67,7 +67,7 @@ def test_a_killed_writer_leaves_nothing(path: Path, server: ArenaServer, store: 
         f"store.connection.call(Begin({KEY!r}, b'', 2**20, False))\n"
         "print('ready', flush=True); time.sleep(60)",
     )
-    assert stats(path).begun_bytes == MIB
+    assert stats(path).memory.begun_bytes == MIB
     end(child)
 
     assert store.put(key(), sized(100)) is True
@@ -82,7 +82,7 @@ def test_entries_of_a_killed_reader_can_be_evicted(
 ) -> None:
     store.put(key(), sized(MIB))
     child = in_child(path, "found = store.get(key()); print('ready', flush=True); time.sleep(60)")
-    assert stats(path).pinned_bytes == MIB
+    assert stats(path).memory.pinned_bytes == MIB
     end(child)
     until(path, pinned_bytes=0, gone_bytes=0)
 
@@ -104,12 +104,12 @@ def test_bytes_that_a_living_process_may_copy_stay_after_its_connection(
         store.put(key(str(n)), sized(MIB, 2))
 
     assert_same(sized(MIB, 1), found)
-    assert stats(path).pinned_bytes == MIB
+    assert stats(path).memory.pinned_bytes == MIB
     assert reader.lookup([key("19")]) != [None]
     del found
     reader.lookup([])
     reader.lookup([key("19")])  # reports that nothing of the earlier connection is read any more
-    assert stats(path).gone_bytes == 0
+    assert stats(path).memory.gone_bytes == 0
     reader.close()
 
 
@@ -149,7 +149,7 @@ def test_bytes_stay_on_a_kernel_without_descriptors_of_peers(
         )
         until(path, gone_bytes=MIB)
         time.sleep(0.5)
-        assert stats(path).gone_bytes == MIB
+        assert stats(path).memory.gone_bytes == MIB
         end(child)
         until(path, gone_bytes=0)
 
@@ -166,7 +166,7 @@ def test_a_pin_ends_if_its_entry_cannot_be_copied(
     with pytest.raises(MemoryError):
         store.get(key())
     assert store.lookup([key()]) != [None]
-    assert stats(path).pinned_bytes == 0
+    assert stats(path).memory.pinned_bytes == 0
 
 
 def test_a_server_replaces_no_file_but_a_socket(path: Path) -> None:
@@ -219,7 +219,7 @@ def test_a_connection_with_another_first_request_is_closed(
     [reply] = raw(path, hello)
 
     assert isinstance(read_reply(reply), Failed)
-    assert stats(path).clients == 1
+    assert stats(path).memory.clients == 1
 
 
 @pytest.mark.parametrize("hello", [b"", b"\x10\x00\x00\x00"])
@@ -229,7 +229,7 @@ def test_a_connection_without_a_first_request_is_closed(
     monkeypatch.setattr("ec_store.arena.server.HELLO_S", 0.2)
 
     assert raw(path, hello) == []
-    assert stats(path).clients == 1
+    assert stats(path).memory.clients == 1
 
 
 def test_a_client_of_another_version_is_told_both_versions(path: Path, server: ArenaServer) -> None:
@@ -343,7 +343,7 @@ def test_a_forked_child_connects_itself(path: Path, server: ArenaServer, store: 
         finally:
             os._exit(1)
     assert os.read(read, 10) == b"same"
-    assert stats(path).clients == 3  # the parent's, the child's, and the one that asks
+    assert stats(path).memory.clients == 3  # the parent's, the child's, and the one that asks
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     until(path, clients=2, gone_bytes=0, pinned_bytes=MIB)
@@ -505,7 +505,7 @@ class TestProcess:
             served.signal(signal.SIGCONT)
             until(path, clients=1, gone_bytes=MIB)  # one: that of `stats`
             assert store.lookup([key()]) != [None]
-            assert stats(path).gone_bytes == 0
+            assert stats(path).memory.gone_bytes == 0
 
             served.signal(signal.SIGSTOP)
             with pytest.raises(StoreUnavailable):
@@ -513,7 +513,7 @@ class TestProcess:
             served.signal(signal.SIGCONT)
             until(path, clients=1, gone_bytes=MIB)
             assert store.put(key("other"), sized(MIB)) is True
-            assert stats(path).gone_bytes == 0
+            assert stats(path).memory.gone_bytes == 0
 
     @pytest.mark.fault(129)
     def test_two_servers_never_share_a_path(self, path: Path, served: Serve) -> None:
@@ -540,7 +540,7 @@ def test_an_idle_client_releases_an_entry_when_it_is_no_longer_read(
 ) -> None:
     store.put(key(), sized(MIB))
     found = store.get(key())
-    assert stats(path).pinned_bytes == MIB
+    assert stats(path).memory.pinned_bytes == MIB
     del found
 
     until(path, pinned_bytes=0)
@@ -553,7 +553,7 @@ def test_an_entry_may_be_released_within_another_call(
     found = store.get(key())
     with store.connection._lock.mutex:  # noqa: SLF001
         del found  # as a garbage collection does, which must not wait
-    assert stats(path).pinned_bytes == MIB
+    assert stats(path).memory.pinned_bytes == MIB
     store.lookup([key()])
 
     until(path, pinned_bytes=0)
@@ -567,7 +567,7 @@ def test_a_release_does_not_wait_for_a_server_that_reads_nothing(
     with monkeypatch.context() as full:
         full.setattr("ec_store.arena.connection._has_event", lambda *_: False)
         del found
-    assert stats(path).pinned_bytes == MIB
+    assert stats(path).memory.pinned_bytes == MIB
     store.lookup([key()])
 
-    assert stats(path).pinned_bytes == 0
+    assert stats(path).memory.pinned_bytes == 0

@@ -68,10 +68,10 @@ def test_a_pin_ends_with_its_object(store: ArenaStore) -> None:
     store.put(key(), sized(MIB))
     pinned = store.pin(key())
     assert pinned is not None
-    assert stats(store).pinned_bytes == MIB
+    assert stats(store).memory.pinned_bytes == MIB
     del pinned
 
-    assert stats(store).pinned_bytes == 0
+    assert stats(store).memory.pinned_bytes == 0
 
 
 def test_an_entry_is_written_in_place_and_appears_at_its_commit(store: ArenaStore) -> None:
@@ -93,11 +93,11 @@ def test_an_entry_is_written_in_place_and_appears_at_its_commit(store: ArenaStor
 def test_a_write_that_is_given_up_leaves_nothing(store: ArenaStore) -> None:
     write = store.begin(key(), MIB)
     assert write is not None
-    assert stats(store).begun_bytes == MIB
+    assert stats(store).memory.begun_bytes == MIB
     write.abort()
 
     found = stats(store)
-    assert (found.begun_bytes, found.taken_bytes, found.entries) == (0, 0, 0)
+    assert (found.memory.begun_bytes, found.taken_bytes, found.entries) == (0, 0, 0)
 
 
 def test_a_write_ends_with_the_server_it_was_begun_in(path: Path) -> None:
@@ -195,12 +195,12 @@ def test_pins_of_a_step_outlive_a_rank_and_end_with_the_engine(
         ranks[1].stdin.write("\n")
         ranks[1].stdin.flush()
         assert line(ranks[1]) == "read\n"
-        held = stats(store).pinned_bytes
+        held = stats(store).memory.pinned_bytes
         for one in (scheduler, ranks[1]):
             one.send_signal(signal.SIGKILL)
 
     assert held == MIB
     deadline_s = time.monotonic() + 10
-    while stats(store).pinned_bytes:
+    while stats(store).memory.pinned_bytes:
         assert time.monotonic() < deadline_s
         time.sleep(0.01)

@@ -313,7 +313,7 @@ def test_bytes_that_are_corrupt_in_redis_reach_no_reader(
     assert b.store.get(key()) is None
     assert b.store.lookup([key()]) == [None]
     assert b.counts.fetched == 0
-    assert b.stats.begun_bytes == 0
+    assert b.stats.memory.begun_bytes == 0
     assert b.tier.counts["corrupt"] == 1
     assert not in_redis(redis, key())
     assert_same(sized(MIB), a.store.get(key()))
@@ -509,7 +509,7 @@ def test_an_entry_that_is_being_sent_is_not_evicted(start: Start, b: Host) -> No
     a.tier.lookups.set()
     a.until(sent=1)
 
-    assert a.stats.pinned_bytes == 0
+    assert a.stats.memory.pinned_bytes == 0
     assert_same(sized(MIB // 2), b.store.get(key("being sent")))
 
 
@@ -563,7 +563,7 @@ def test_a_deleted_entry_does_not_come_any_more(a: Host, b: Host) -> None:
     assert b.store.lookup([key()]) == [None]
     b.tier.reads.set()
 
-    wait_for(lambda: b.stats.begun_bytes == 0)
+    wait_for(lambda: b.stats.memory.begun_bytes == 0)
     assert b.stats.entries == 0
 
 
@@ -582,7 +582,7 @@ def test_a_purged_namespace_is_purged_in_the_tier(redis: RedisServer, a: Host, b
     assert b.store.lookup([other])[0] is not None
     b.tier.removals.set()
     wait_for(lambda: not in_redis(redis, key()) and not in_redis(redis, key("coming")))
-    wait_for(lambda: b.stats.begun_bytes == 0)
+    wait_for(lambda: b.stats.memory.begun_bytes == 0)
     assert in_redis(redis, other)
     assert [row.info and row.info.key for row in b.store.ls()] == [other]
 
@@ -667,12 +667,12 @@ def test_a_client_that_is_gone_gets_no_pin_after_its_look_up(a: Host, b: Host) -
         connection.recv(2**16)
         digests = [bytes.fromhex(each.digest) for each in (key(), key("here"))]
         connection.sendall(encode(Read(digests)))
-        wait_for(lambda: b.stats.clients == 2)
-    wait_for(lambda: b.stats.clients == 1)
+        wait_for(lambda: b.stats.memory.clients == 2)
+    wait_for(lambda: b.stats.memory.clients == 1)
     b.tier.lookups.set()
 
     b.until(fetched=1)
-    assert b.stats.pinned_bytes == 0
+    assert b.stats.memory.pinned_bytes == 0
 
 
 def test_stat_shows_the_numbers_of_the_tier(a: Host, capsys: pytest.CaptureFixture[str]) -> None:
@@ -764,7 +764,7 @@ def test_hosts_that_write_read_and_delete_at_once_get_no_wrong_byte(start: Start
         assert host.counts.corrupt == host.tier.counts["corrupt"] == 0
         for client in host.clients:
             client.close()  # a client sends its released pins with its next request
-        while host.stats.begun_bytes or host.stats.pinned_bytes or host.counts.queued:
+        while host.stats.memory.begun_bytes or host.stats.memory.pinned_bytes or host.counts.queued:
             time.sleep(0.005)
         assert [row.problem for row in host.store.verify() if row.problem] == []
 
