@@ -172,7 +172,6 @@ class ArenaServer:
                 self._tier.remove(request.digests)
             elif isinstance(request, Purge):
                 self._tier.purge(request.namespace)
-        self._checksums.wake()
         return reply
 
     def look_up(self, request: AnyRequest) -> "asyncio.Task[None] | None":

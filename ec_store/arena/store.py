@@ -97,12 +97,11 @@ class ArenaStore(Store):
         if write is None:
             return False
         try:
-            header = encode_header(key, entry)  # a large copy empties the core's caches
             copy_in(data, write.parts)
         except BaseException:
             write.abort()
             raise
-        return write.store(header)
+        return write.commit(entry)
 
     def begin(
         self, key: EntryKey, size_bytes: int, *, replace: bool = False
@@ -248,12 +247,6 @@ class ArenaStore(Store):
                 break
         return pin, arena
 
-    def end(self, write: "EntryWrite", header: bytes) -> bool:
-        """End a write; an empty header gives it up. Return whether the entry is stored."""
-        write.arena.writes.discard(write.number)
-        done, _ = self.connection.call(End(write.number, header), within=write.arena)
-        return done.number == 1
-
     def _pinned(self, key: EntryKey, arena: MappedArena, pin: Pin) -> "PlacedEntry":
         """Return a pinned entry.
 
@@ -353,7 +346,6 @@ class EntryWrite:
     Attributes:
         place: where other processes find it.
         parts: its bytes, in order, to be written.
-        arena, number: the memory and the number of the write, for `ArenaStore.end`.
     """
 
     def __init__(
@@ -366,7 +358,7 @@ class EntryWrite:
     ) -> None:
         self._store = store
         self._key = key
-        self.number, self.arena = begun.number, arena
+        self._number, self._arena = begun.number, arena
         self.place = HostPlace(arena.name, tuple(begun.extents), size_bytes)
         try:
             self.parts = arena.parts(begun.extents, size_bytes)
@@ -387,12 +379,13 @@ class EntryWrite:
         Raises:
             StoreUnavailable: the server is gone, or the connection was lost since `begin`.
         """
-        return self.store(encode_header(self._key, entry))
-
-    def store(self, header: bytes) -> bool:
-        """Store the entry with its header; results and errors are those of `commit`."""
         try:
-            stored = self._store.end(self, header)
+            header = encode_header(self._key, entry)
+        except BaseException:  # metadata that are no JSON
+            self.abort()
+            raise
+        try:
+            stored = self._end(header)
         except StoreUnavailable:
             self._store.counts.add(drops=1)
             raise
@@ -402,7 +395,12 @@ class EntryWrite:
     def abort(self) -> None:
         """Give the write up. If the server is gone, it has ended already."""
         with suppress(StoreUnavailable):
-            self._store.end(self, b"")
+            self._end(b"")
+
+    def _end(self, header: bytes) -> bool:
+        self._arena.writes.discard(self._number)
+        end = End(self._number, header)
+        return self._store.connection.call(end, within=self._arena)[0].number == 1
 
 
 def _verify(parts: Sequence[Bytes], checksum: str) -> None:

@@ -87,7 +87,7 @@ def requests(server: ArenaServer, monkeypatch: pytest.MonkeyPatch) -> list[Reque
     answer = ArenaServer.answer
 
     def noted(self: ArenaServer, session: Session, request: Request) -> Reply | None:
-        if session.role == "proxy":
+        if session.client.role == "proxy":
             received.append(request)
         return answer(self, session, request)
 

@@ -21,7 +21,7 @@ from ec_store.arena.store import ArenaStore
 from ec_store.arena.url import ArenaOptions
 from ec_store.errors import StoreUnavailable
 from tests.ec_store.arena.served import MIB, serving
-from tests.ec_store.contract import assert_same, key, sized
+from tests.ec_store.contract import assert_same, entry, key, sized
 
 KEPT = [*range(0, 6, 2), 6, 7]
 
@@ -98,6 +98,14 @@ def test_a_write_that_is_given_up_leaves_nothing(store: ArenaStore) -> None:
 
     found = stats(store)
     assert (found.memory.begun_bytes, found.taken_bytes, found.entries) == (0, 0, 0)
+
+
+def test_a_write_whose_metadata_cannot_be_encoded_leaves_nothing(store: ArenaStore) -> None:
+    with pytest.raises(TypeError):
+        store.put(key(), entry(metadata={"no JSON": object()}))
+
+    assert stats(store).memory.begun_bytes == 0
+    assert store.put(key(), entry()) is True
 
 
 def test_a_write_ends_with_the_server_it_was_begun_in(path: Path) -> None:
