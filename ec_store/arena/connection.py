@@ -289,7 +289,7 @@ class ArenaConnection:
         return arena
 
     def _report_copies(self, arena: MappedArena, deadline_s: float) -> None:
-        """Tell the server of lost connections whose copies have ended."""
+        """Tell the server that the copies of lost connections have ended."""
         for earlier in [earlier for earlier in self._earlier if earlier.unused]:
             if earlier.name == arena.name:
                 _send(arena.socket, encode(Forget(earlier.session)), deadline_s)

@@ -1,7 +1,6 @@
 """Fields of messages, made from keys, names and entries, and read back."""
 
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import lru_cache
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -129,9 +128,15 @@ def entry_infos(keys: Sequence[EntryKey], headers: list[bytes]) -> list[EntryInf
     for key, header in zip(keys, of_each(keys, headers), strict=True):
         info = None
         if header:
-            with suppress(CorruptEntry):
-                info = parse_header(header)
-        infos.append(info if info is not None and info.key == key else None)
+            try:
+                info = _known(header) if len(header) <= SHORT_BYTES else _parsed(header)
+            except CorruptEntry:
+                pass
+            else:
+                found = info.key  # compared here: a call for each key costs as much again
+                if found.identifier != key.identifier or found.namespace != key.namespace:
+                    info = None
+        infos.append(info)
     return infos
 
 

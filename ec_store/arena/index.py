@@ -191,7 +191,13 @@ class ArenaIndex:
 
     def find(self, digests: Iterable[bytes], now_s: float) -> list[Slot | None]:
         """Return the entries of these keys."""
-        return [self._find(digest, now_s) for digest in digests]
+        get, used_before_s = self._entries.get, now_s - self._ttl_s
+        return [
+            slot
+            if (slot := get(digest)) is None or slot.used_s > used_before_s
+            else self._find(digest, now_s)
+            for digest in digests
+        ]
 
     def lease(self, digests: Iterable[bytes], seconds: float, now_s: float) -> list[Slot | None]:
         """Return the entries of these keys, which are not evicted for this time."""
@@ -409,9 +415,9 @@ class ArenaIndex:
         self._entries.move_to_end(slot.digest)
 
     def _least_used(self, size_bytes: int, now_s: float) -> list[Slot]:
-        """Return the least recently used entries, whose removal frees at least so many bytes.
+        """Return the least recently used entries that take at least so many bytes together.
 
-        They are none if all others together are too small. Entries in use count as used now: each
+        They are none if all that are not in use take less. Entries in use count as used now: each
         is passed over once, however often room is made.
         """
         found: list[Slot] = []

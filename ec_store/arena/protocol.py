@@ -232,7 +232,7 @@ class Find(Request[Headers], frozen=True):
 
 
 class Read(Request[Pins], frozen=True):
-    """Pin entries."""
+    """Pin entries, so that they are not evicted."""
 
     digests: Digests
 
@@ -287,7 +287,7 @@ class ClaimKeys(Request[Claimed], frozen=True):
 
 
 class Release(Request[Done], frozen=True):
-    """Release claims."""
+    """Release claims of an owner."""
 
     digests: Digests
     owner: Owner

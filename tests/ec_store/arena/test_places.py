@@ -100,7 +100,7 @@ def test_a_write_that_is_given_up_leaves_nothing(store: ArenaStore) -> None:
     assert (found.memory.begun_bytes, found.taken_bytes, found.entries) == (0, 0, 0)
 
 
-def test_a_write_whose_metadata_cannot_be_encoded_leaves_nothing(store: ArenaStore) -> None:
+def test_a_write_with_metadata_that_are_no_json_leaves_nothing(store: ArenaStore) -> None:
     with pytest.raises(TypeError):
         store.put(key(), entry(metadata={"no JSON": object()}))
 
