@@ -51,19 +51,6 @@ MAX_MODELS = 1024
 
 
 @dataclass(slots=True, eq=False)
-class Coming:
-    """Entry that is being copied from the tier.
-
-    Attributes:
-        leased_until_s: end of the longest lease that it was given meanwhile.
-    """
-
-    header: bytes
-    namespace: bytes
-    leased_until_s: float = 0.0
-
-
-@dataclass(slots=True, eq=False)
 class Arena:
     """Entries of a memory and their users.
 
@@ -75,7 +62,8 @@ class Arena:
         gone: clients that are gone, the bytes of which a device may still be copying, by session.
         namespaces: registered namespace of each model.
         own: what the server itself has pinned or begun, for the tier.
-        coming: entries that are being copied from the tier, by digest.
+        coming: entries that are being copied from the tier, by digest. They have a header already,
+            and may be leased.
         tier: numbers of the tier; None without one.
     """
 
@@ -87,7 +75,7 @@ class Arena:
     gone: dict[int, Client] = field(default_factory=dict)
     namespaces: dict[bytes, bytes] = field(default_factory=dict)
     own: Client = field(default_factory=Client)
-    coming: dict[bytes, Coming] = field(default_factory=dict)
+    coming: dict[bytes, Slot] = field(default_factory=dict)
     tier: TierStats | None = None
 
     def answer(  # noqa: C901, PLR0911, PLR0912 - one case for each request

@@ -296,11 +296,11 @@ class ArenaIndex:
                 self._free(slot)
                 return False
             self._remove(old)
-            if old.leased_until_s > now_s:
-                slot.leased_until_s = old.leased_until_s
-                self._leased[slot.digest] = slot
+            slot.leased_until_s = old.leased_until_s
         slot.header, slot.used_s = header, now_s
         self._entries[slot.digest] = slot
+        if slot.leased_until_s > now_s:
+            self._leased[slot.digest] = slot
         self._digests[slot.digest[0]].add(slot.digest)
         self._index_bytes += ENTRY_BYTES + len(header)
         self._hash_later(slot)

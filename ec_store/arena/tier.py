@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from ec_store.arena.arena import Arena, Coming
+from ec_store.arena.arena import Arena
 from ec_store.arena.fields import decode_name, encode_header, encode_name, parse_header
 from ec_store.arena.index import Refusal, Slot
 from ec_store.arena.memory import Bytes, copy_in, copy_out, parts_of
@@ -247,38 +247,35 @@ class TierTransfers:
         if self._fetch_bytes > 0 and self._fetch_bytes + size_bytes > QUEUE_BYTES:
             self.stats.drops += 1
             return
-        namespace = encode_name(info.key.namespace)
-        slot = Slot(digest, namespace, size_bytes)
+        slot = Slot(digest, encode_name(info.key.namespace), size_bytes)
+        slot.header = encode_header(info.key, info)
         number = self._arena.index.begin(self._arena.own, slot, self._clock())
         if isinstance(number, Refusal):
             self.stats.drops += number in {Refusal.FULL, Refusal.TOO_LARGE}
             return
         self._fetch_bytes += size_bytes
-        coming = Coming(encode_header(info.key, info), namespace)
-        self._arena.coming[digest] = coming
-        self._run(self._fetch(number, slot, info, coming))
+        self._arena.coming[digest] = slot
+        self._run(self._fetch(number, slot, info.key))
 
-    async def _fetch(self, number: int, slot: Slot, info: EntryInfo, coming: Coming) -> None:
+    async def _fetch(self, number: int, slot: Slot, key: EntryKey) -> None:
         copied = False
         try:
-            copied = await _on(self._fetches, partial(self._copy_in, info.key, slot, coming))
+            copied = await _on(self._fetches, partial(self._copy_in, key, slot))
             self._reading.succeeded()
         except StoreError as error:
             self._fail(self._reading, error)
         finally:
-            self._end_fetch(number, slot, coming, copied=copied)
+            self._end_fetch(number, slot, copied=copied)
 
-    def _end_fetch(self, number: int, slot: Slot, coming: Coming, *, copied: bool) -> None:
+    def _end_fetch(self, number: int, slot: Slot, *, copied: bool) -> None:
         """End the write of an entry, or give it up if it was not copied."""
         index, own, now_s = self._arena.index, self._arena.own, self._clock()
         self._fetch_bytes -= slot.size_bytes
-        if self._arena.coming.get(slot.digest) is not coming:  # it was deleted meanwhile
+        if self._arena.coming.get(slot.digest) is not slot:  # it was deleted meanwhile
             index.abort(own, number)
         else:
             del self._arena.coming[slot.digest]
-            if copied and index.commit(own, number, coming.header, now_s):
-                if coming.leased_until_s > now_s:
-                    index.lease([slot.digest], coming.leased_until_s - now_s, now_s)
+            if copied and index.commit(own, number, slot.header, now_s):
                 self.stats.fetched += 1
                 self.stats.fetched_bytes += slot.size_bytes
             elif not copied:
@@ -286,7 +283,7 @@ class TierTransfers:
                 self.stats.drops += 1
                 self._failed[slot.digest] = now_s + FAILED_S
 
-    def _copy_in(self, key: EntryKey, slot: Slot, coming: Coming) -> bool:
+    def _copy_in(self, key: EntryKey, slot: Slot) -> bool:
         """Copy an entry into the memory; return False if it is not there any more.
 
         Runs on a thread. The tier has verified the bytes. A fetch that has waited for its thread
@@ -296,7 +293,7 @@ class TierTransfers:
             raise StoreUnavailable("the tier keeps failing")
         entry = self._tier.get(key)
         # Clients were told of the entry that was looked up: another one must not take its place.
-        if entry is None or encode_header(key, entry) != coming.header:
+        if entry is None or encode_header(key, entry) != slot.header:
             return False
         copy_in(entry.data, parts_of(self._memory, slot.extents, slot.size_bytes))
         slot.checksum = checksum(entry.data)

@@ -18,7 +18,6 @@ from ec_store.arena.protocol import (
     Delete,
     Discard,
     End,
-    Failed,
     Find,
     Forget,
     GetStats,
@@ -27,15 +26,13 @@ from ec_store.arena.protocol import (
     Read,
     Register,
     Release,
-    Stats,
     Unpin,
     Welcome,
     encode,
     read_reply,
 )
-from ec_store.arena.server import ArenaServer
 from ec_store.arena.store import ArenaStore
-from tests.ec_store.arena.served import raw, until
+from tests.ec_store.arena.served import until
 from tests.ec_store.contract import assert_same, key, sized
 
 OTHER = bytes(32)
@@ -148,11 +145,3 @@ def test_half_a_message_ends_with_its_connection(
             connection.sendall(message[:size])
         store._ask(Forget(session))  # noqa: SLF001
     until(path, clients=2, begun_bytes=0, gone_bytes=0)
-
-
-@pytest.mark.fault(126)
-def test_requests_before_the_garbage_are_answered(path: Path, server: ArenaServer) -> None:
-    _, first, second = raw(path, HELLO, encode(GetStats()) + b"\xff" * 8)
-
-    assert isinstance(read_reply(first), Stats)
-    assert isinstance(read_reply(second), Failed)

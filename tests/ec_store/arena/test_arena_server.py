@@ -303,18 +303,6 @@ def test_a_full_memory_evicts_and_refuses_only_when_all_is_in_use(
     assert store.stats().drops == 2
 
 
-def test_an_entry_in_several_extents_is_read_as_it_was_written(
-    path: Path, server: ArenaServer, store: ArenaStore
-) -> None:
-    for n in range(8):
-        store.put(key(str(n)), sized(MIB))
-    store.delete([key("1"), key("4"), key("6")])
-    store.put(key("large"), sized(3 * MIB - 2, 9))
-
-    assert stats(path).entries == 6
-    assert_same(sized(3 * MIB - 2, 9), store.get(key("large")))
-
-
 def test_a_put_waits_for_another_writer_of_the_entry(
     path: Path, server: ArenaServer, store: ArenaStore
 ) -> None:

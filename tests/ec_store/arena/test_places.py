@@ -64,16 +64,6 @@ def test_an_entry_in_several_extents_is_pinned_in_place(store: ArenaStore, path:
     reader.close()
 
 
-def test_a_pin_ends_with_its_object(store: ArenaStore) -> None:
-    store.put(key(), sized(MIB))
-    pinned = store.pin(key())
-    assert pinned is not None
-    assert stats(store).memory.pinned_bytes == MIB
-    del pinned
-
-    assert stats(store).memory.pinned_bytes == 0
-
-
 def test_an_entry_is_written_in_place_and_appears_at_its_commit(store: ArenaStore) -> None:
     entry = sized(MIB)
     write = store.begin(key(), MIB)
