@@ -304,10 +304,11 @@ class Session(asyncio.Protocol):
         self._pending: deque[tuple[AnyRequest, asyncio.Task[None] | None]] = deque()
         """Requests that wait for the tier, each with its look-up, or until the client reads its
         replies, and those behind them."""
-        self._reads_replies = True
+        self._has_unread = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)
+        self.transport.set_write_buffer_limits(MAX_UNREAD_BYTES)
         self._timer = asyncio.get_running_loop().call_later(HELLO_S, self.transport.abort)
         self._server.add(self)
 
@@ -326,10 +327,6 @@ class Session(asyncio.Protocol):
         if len(self._pending) > MAX_PENDING:
             self.transport.pause_reading()
 
-    @property
-    def _has_unread(self) -> bool:
-        return self.transport.get_write_buffer_size() > MAX_UNREAD_BYTES
-
     def _serve_pending(self) -> None:
         """Answer requests in their order, up to the next that waits."""
         if self.transport.is_closing():
@@ -344,7 +341,7 @@ class Session(asyncio.Protocol):
         except BadMessage as error:
             self._fail(error)
             return
-        if len(self._pending) <= MAX_PENDING and self._reads_replies:
+        if len(self._pending) <= MAX_PENDING and not self._has_unread:
             self.transport.resume_reading()
 
     def _fail(self, error: Exception) -> None:
@@ -361,11 +358,11 @@ class Session(asyncio.Protocol):
         self._server.lose(self)
 
     def pause_writing(self) -> None:
-        self._reads_replies = False
+        self._has_unread = True
         self.transport.pause_reading()  # it reads no replies: it gets no more of them
 
     def resume_writing(self) -> None:
-        self._reads_replies = True
+        self._has_unread = False
         self._serve_pending()
 
     def _receive(self, request: AnyRequest) -> None:

@@ -638,7 +638,7 @@ async def test_a_request_that_waited_for_the_tier_is_dropped_while_its_connectio
     before = asyncio.all_tasks()
     session = Session(server)
     session.client.role = "reader"
-    transport = Mock(spec=asyncio.Transport, get_write_buffer_size=lambda: 0)
+    transport = Mock(spec=asyncio.Transport)
     client, ours = socket.socketpair()
     transport.get_extra_info.return_value = ours
     session.connection_made(transport)
