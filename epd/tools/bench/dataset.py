@@ -1,21 +1,17 @@
-"""Data sets for `vllm bench serve`: VisionArena-Chat, and generated folders in its schema.
+"""Data sets for `vllm bench serve`: generated pictures and questions.
 
 Pictures and questions are generated from a seed and resemble those of VisionArena-Chat. A trace is
 the order in which requests repeat pictures; it determines the hit rate of an ideal cache.
 """
 
-import hashlib
-import logging
 import math
 import os
 import random
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
-from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import orjson
 from PIL import Image
@@ -30,7 +26,7 @@ GROUND = (8, 8)
 GRAIN = 0.65
 """Share of noise in a picture: with JPEG quality 75, a pixel then takes half a byte."""
 QUALITY = 75
-"""JPEG quality: PIL's default, with which `vllm bench serve` re-encodes each picture."""
+"""JPEG quality: PIL's default."""
 
 _ASKS = (
     *("Please describe", "What can you tell me about", "Explain to me", "Write a caption for"),
@@ -138,18 +134,13 @@ def seen_before(trace: Iterable[Hashable]) -> list[bool]:
     return before
 
 
-HUB_NAME = "lmarena-ai/VisionArena-Chat"
-"""Data set that vLLM reads the folder as."""
-VISION_ARENA = "visionarena"
-
-
 class BenchFailed(Exception):
     """Error of a benchmark without a result. The message has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """Data set of one run: a folder or name on the hub, and the picture of each request in turn."""
+    """Data set of one run: a file for vLLM, and the picture of each request in turn."""
 
     name: str
     path: str
@@ -157,63 +148,24 @@ class Dataset:
 
 
 def local(data_dir: Path, name: str, prompts: int, seed: int) -> Dataset:
-    """Write a folder with the conversations of a replay; present pictures are kept.
-
-    The folder is an image folder of Hugging Face: `load_dataset(folder)` returns the columns of
-    VisionArena-Chat that vLLM reads: `images[0]` and the first message of `conversation`.
-    """
+    """Write the conversations of a replay, as vLLM's `custom_image`; present pictures are kept."""
     trace = REPLAYS[name](rng(seed, name), prompts)
     folder = data_dir / f"{name}-{seed}"
-    train = folder / "train"
-    (train / "pictures").mkdir(parents=True, exist_ok=True)
-    for number in sorted(set(trace)):
-        path = train / _file(number)
+    folder.mkdir(parents=True, exist_ok=True)
+    pictures = {number: folder / f"{number:06}.jpg" for number in sorted(set(trace))}
+    for number, path in pictures.items():
         if not path.exists():
             _publish(path, jpeg(rng(seed, name, "picture", number)))
-    rows = (_row(f"{seed}/{name}/{at}", number) for at, number in enumerate(trace))
-    _publish(train / "metadata.jsonl", b"".join(orjson.dumps(row) + b"\n" for row in rows))
-    return Dataset(name, str(folder), tuple(map(_file, trace)))
-
-
-def vision_arena(prompts: int) -> Dataset:
-    """Return the first conversations of VisionArena-Chat, with the digests of their pictures.
-
-    Raises:
-        BenchFailed: the hub cannot be reached, or denies access.
-    """
-    try:
-        from huggingface_hub import HfApi  # noqa: PLC0415 - as below
-
-        # One request: `load_dataset` would retry for half a minute.
-        HfApi().auth_check(HUB_NAME, repo_type="dataset")
-        trace = tuple(islice(media_digests(HUB_NAME), prompts))
-    except Exception as error:  # the type depends on the version of the HTTP library
-        lines = str(error).strip().splitlines()
-        reason = lines[-1] if lines else type(error).__name__
-        raise BenchFailed(f"VisionArena-Chat cannot be read: {reason}") from error
-    return Dataset(VISION_ARENA, HUB_NAME, trace)
-
-
-def media_digests(path: str) -> Iterator[str]:
-    """Yield the SHA-256 of each picture that vLLM sends from a data set."""
-    # Installed only in environments that run vLLM's benchmark.
-    from datasets import load_dataset  # noqa: PLC0415
-
-    logging.getLogger("datasets").setLevel(logging.ERROR)
-    rows = load_dataset(path, split="train", streaming=True).select_columns("images")
-    for row in rows.decode(enable=False):
-        image: dict[str, Any] = row["images"][0]
-        content = image["bytes"] or Path(image["path"]).read_bytes()
-        yield hashlib.sha256(content).hexdigest()
-
-
-def _row(name: str, number: int) -> dict[str, Any]:
-    turn = [{"role": "user", "content": question(rng(name))}]
-    return {"images_file_names": [_file(number)], "conversation": [turn]}
-
-
-def _file(number: int) -> str:
-    return f"pictures/{number:06}.jpg"
+    rows = (
+        {
+            "prompt": question(rng(f"{seed}/{name}/{at}")),
+            "image_files": [str(pictures[number].resolve())],
+        }
+        for at, number in enumerate(trace)
+    )
+    path = folder / "requests.jsonl"
+    _publish(path, b"".join(orjson.dumps(row) + b"\n" for row in rows))
+    return Dataset(name, str(path), tuple(pictures[number].name for number in trace))
 
 
 def _publish(path: Path, content: bytes) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from epd.parser import Commands
 from epd.tools.bench import dataset, targets
-from epd.tools.bench.dataset import LOCAL, REPLAYS, VISION_ARENA, BenchFailed, rng
+from epd.tools.bench.dataset import LOCAL, REPLAYS, BenchFailed, rng
 from epd.tools.bench.runs import (
     Run,
     bench_command,
@@ -25,7 +25,6 @@ from epd.tools.bench.targets import BenchTarget
 from epd.tools.up.signals import leave_contexts_on_signals
 
 ALL = "all"
-NEEDED = ("vllm", "datasets", "pandas")
 
 
 def add_parser(benchmarks: Commands) -> None:
@@ -59,10 +58,9 @@ def _add_flags(add: Callable[..., Any]) -> None:
         "--dataset",
         dest="replay",
         default=LOCAL,
-        choices=(VISION_ARENA, *REPLAYS, ALL),
-        help="local (default): pictures repeat as in VisionArena-Chat; visionarena: that data set, "
-        "from the hub; pool: 200 pictures at 80%% reuse; window: 4 of 5 pictures were among the "
-        "last 50; all: local, pool and window",
+        choices=(*REPLAYS, ALL),
+        help="local (default): pictures repeat as in VisionArena-Chat; pool: 200 pictures at 80%% "
+        "reuse; window: 4 of 5 pictures were among the last 50; all: each of these",
     )
     number = partial(add, type=int, metavar="N")
     number("--num-prompts", default=100, help="requests per run (default: 100)")
@@ -93,8 +91,8 @@ def _add_flags(add: Callable[..., Any]) -> None:
 
 
 def _run(**flags: Any) -> None:
-    if missing := [name for name in NEEDED if find_spec(name) is None]:
-        sys.exit(f"epd bench serve: needs {', '.join(missing)}: pip install '.[vllm,bench]'")
+    if find_spec("vllm") is None:
+        sys.exit("epd bench serve: needs vllm: pip install '.[vllm]'")
     leave_contexts_on_signals()
     try:
         _measure(**flags)
@@ -126,14 +124,11 @@ def _measure(  # noqa: PLR0913 - the command's flags
     load = {
         "--request-rate": request_rate,
         "--max-concurrency": max_concurrency,
-        "--hf-output-len": output_len,
+        "--custom-output-len": output_len,
     }
-    if replay == VISION_ARENA:
-        datasets = [dataset.vision_arena(num_prompts)]
-    else:
-        names = REPLAYS if replay == ALL else [replay]
-        _report(f"pictures of {', '.join(names)} are in {data_dir}")
-        datasets = [dataset.local(data_dir, name, num_prompts, seed) for name in names]
+    names = REPLAYS if replay == ALL else [replay]
+    _report(f"pictures of {', '.join(names)} are in {data_dir}")
+    datasets = [dataset.local(data_dir, name, num_prompts, seed) for name in names]
     runs: list[Run] = []
 
     def write() -> None:
