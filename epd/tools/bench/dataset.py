@@ -1,15 +1,17 @@
-"""Data sets for `vllm bench serve`: generated pictures and questions.
+"""Data sets for `vllm bench serve`: VisionArena-Chat, and generated pictures and questions.
 
 Pictures and questions are generated from a seed and resemble those of VisionArena-Chat. A trace is
 the order in which requests repeat pictures; it determines the hit rate of an ideal cache.
 """
 
+import hashlib
 import math
 import os
 import random
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 
@@ -134,6 +136,10 @@ def seen_before(trace: Iterable[Hashable]) -> list[bool]:
     return before
 
 
+HUB_NAME = "lmarena-ai/VisionArena-Chat"
+VISION_ARENA = "visionarena"
+
+
 class BenchFailed(Exception):
     """Error of a benchmark without a result. The message has the reason."""
 
@@ -156,16 +162,51 @@ def local(data_dir: Path, name: str, prompts: int, seed: int) -> Dataset:
     for number, path in pictures.items():
         if not path.exists():
             _publish(path, jpeg(rng(seed, name, "picture", number)))
-    rows = (
-        {
-            "prompt": question(rng(f"{seed}/{name}/{at}")),
-            "image_files": [str(pictures[number].resolve())],
-        }
-        for at, number in enumerate(trace)
-    )
-    path = folder / "requests.jsonl"
-    _publish(path, b"".join(orjson.dumps(row) + b"\n" for row in rows))
-    return Dataset(name, str(path), tuple(pictures[number].name for number in trace))
+    prompts_of = (question(rng(f"{seed}/{name}/{at}")) for at in range(len(trace)))
+    return _written(name, folder, zip(prompts_of, map(pictures.__getitem__, trace), strict=True))
+
+
+def vision_arena(data_dir: Path, prompts: int, source: str = HUB_NAME) -> Dataset:
+    """Write the first conversations of VisionArena-Chat; `source` is its name on the hub.
+
+    Only the first message of a conversation and its first picture are used, as by vLLM
+    (`vllm/benchmarks/datasets.py`, `VisionArenaDataset`).
+
+    Raises:
+        BenchFailed: the hub cannot be reached, or denies access.
+    """
+    # Installed only in environments that run this benchmark.
+    from datasets import load_dataset  # noqa: PLC0415
+    from huggingface_hub import HfApi  # noqa: PLC0415
+
+    folder = data_dir / VISION_ARENA
+    folder.mkdir(parents=True, exist_ok=True)
+    requests = []
+    try:
+        if source == HUB_NAME:  # one request: `load_dataset` would retry for half a minute
+            HfApi().auth_check(HUB_NAME, repo_type="dataset")
+        rows = load_dataset(source, split="train", streaming=True)
+        for row in islice(rows.decode(enable=False), prompts):
+            image = row["images"][0]
+            content = image["bytes"] or Path(image["path"]).read_bytes()
+            path = folder / hashlib.sha256(content).hexdigest()
+            if not path.exists():
+                _publish(path, content)
+            requests.append((row["conversation"][0][0]["content"], path))
+    except Exception as error:  # the type depends on the version of the HTTP library
+        lines = str(error).strip().splitlines()
+        reason = lines[-1] if lines else type(error).__name__
+        raise BenchFailed(f"VisionArena-Chat cannot be read: {reason}") from error
+    return _written(VISION_ARENA, folder, requests)
+
+
+def _written(name: str, folder: Path, requests: Iterable[tuple[str, Path]]) -> Dataset:
+    """Write the file that vLLM reads as `custom_image`: a prompt and a picture in each line."""
+    asked = list(requests)
+    rows = ({"prompt": prompt, "image_files": [str(path.resolve())]} for prompt, path in asked)
+    file = folder / "requests.jsonl"
+    _publish(file, b"".join(orjson.dumps(row) + b"\n" for row in rows))
+    return Dataset(name, str(file), tuple(path.name for _, path in asked))
 
 
 def _publish(path: Path, content: bytes) -> None:

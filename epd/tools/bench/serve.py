@@ -12,7 +12,7 @@ from typing import Any
 
 from epd.parser import Commands
 from epd.tools.bench import dataset, targets
-from epd.tools.bench.dataset import LOCAL, REPLAYS, BenchFailed, rng
+from epd.tools.bench.dataset import LOCAL, REPLAYS, VISION_ARENA, BenchFailed, rng
 from epd.tools.bench.runs import (
     Run,
     bench_command,
@@ -58,9 +58,10 @@ def _add_flags(add: Callable[..., Any]) -> None:
         "--dataset",
         dest="replay",
         default=LOCAL,
-        choices=(*REPLAYS, ALL),
-        help="local (default): pictures repeat as in VisionArena-Chat; pool: 200 pictures at 80%% "
-        "reuse; window: 4 of 5 pictures were among the last 50; all: each of these",
+        choices=(VISION_ARENA, *REPLAYS, ALL),
+        help="local (default): pictures repeat as in VisionArena-Chat; visionarena: that data set, "
+        "from the hub; pool: 200 pictures at 80%% reuse; window: 4 of 5 pictures were among the "
+        "last 50; all: each of these but visionarena",
     )
     number = partial(add, type=int, metavar="N")
     number("--num-prompts", default=100, help="requests per run (default: 100)")
@@ -93,6 +94,8 @@ def _add_flags(add: Callable[..., Any]) -> None:
 def _run(**flags: Any) -> None:
     if find_spec("vllm") is None:
         sys.exit("epd bench serve: needs vllm: pip install '.[vllm]'")
+    if flags["replay"] == VISION_ARENA and find_spec("datasets") is None:
+        sys.exit("epd bench serve: --dataset visionarena needs pip install '.[bench]'")
     leave_contexts_on_signals()
     try:
         _measure(**flags)
@@ -128,7 +131,10 @@ def _measure(  # noqa: PLR0913 - the command's flags
     }
     names = REPLAYS if replay == ALL else [replay]
     _report(f"pictures of {', '.join(names)} are in {data_dir}")
-    datasets = [dataset.local(data_dir, name, num_prompts, seed) for name in names]
+    if replay == VISION_ARENA:
+        datasets = [dataset.vision_arena(data_dir, num_prompts)]
+    else:
+        datasets = [dataset.local(data_dir, name, num_prompts, seed) for name in names]
     runs: list[Run] = []
 
     def write() -> None:

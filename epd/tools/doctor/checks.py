@@ -313,7 +313,7 @@ STORE: Sequence[Check[StoreFacts]] = (
     Check(FAIL, "store", lambda store: store.entry == "found"
         and "the proxy cannot read the entry that an encode instance just wrote",
         "run engines and proxy as one user, or share a group: "
-        "?dir_mode=2770&file_mode=0660 in every store URL"),
+        "?dir_mode=2770 in every store URL"),
     Check(FAIL, "store", lambda store: store.entry == "missing"
         and "does not have the entry that an encode instance just wrote",
         "name the same store in --ec-store and in the engines' --ec-transfer-config, and the same "

@@ -238,6 +238,15 @@ class TestBeforeItBegins:
         assert code == 1
         assert "its answer is not JSON" in err
 
+    async def test_an_unreachable_hub_is_an_error_if_its_data_set_is_requested(
+        self, flags: list[str | Path]
+    ) -> None:
+        away = {"HF_ENDPOINT": NOBODY, "HF_HUB_OFFLINE": "0"}
+        code, _, err = await bench("--url", NOBODY, *flags, "--dataset", "visionarena", env=away)
+
+        assert code == 1
+        assert "VisionArena-Chat cannot be read" in err
+
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "find_spec", lambda _name: None)
