@@ -79,7 +79,7 @@ async def _serve_memory(
     # No client can take all of the memory from the others.
     index = ArenaIndex(extents, client_bytes=memory.size_bytes // 2, ttl_s=options.ttl_s)
     server = ArenaServer(memory, index, max_connections=raise_open_files())
-    server.start(listener, tier)
+    await server.start(listener, tier)
     print(f"ec-store: {size_text(memory.size_bytes)} in {memory.pages} at {path}", file=sys.stderr)
     yield
     path.unlink(missing_ok=True)  # noqa: ASYNC240 - before another server may listen there

@@ -6,7 +6,7 @@ import socket
 from collections import deque
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from ec_store.arena.protocol import (
     MAX_REPLY_BYTES,
@@ -18,7 +18,6 @@ from ec_store.arena.protocol import (
     Message,
     Reply,
     Request,
-    Welcome,
     encode,
     read_reply,
 )
@@ -32,7 +31,7 @@ CONNECT_EVERY_S = 0.1
 LOOK_AGAIN_S = 0.05
 """Time in seconds in which a reply is read that has come in time while the event loop was busy."""
 
-R = TypeVar("R", bound=Reply)
+R = TypeVar("R", bound=Message)
 
 
 class AsyncArenaConnection:
@@ -54,12 +53,8 @@ class AsyncArenaConnection:
         self._closed = False
         after_fork(self._forget_parent)
 
-    async def call(self, request: Request, reply_type: type[R]) -> R:
+    async def call(self, request: Request[R]) -> R:
         """Send a request, and return its reply. The reply to a cancelled call is dropped.
-
-        Args:
-            request: the request; it is no `Wait`, which would delay all others.
-            reply_type: type of its reply.
 
         Raises:
             StoreUnavailable: there is no server, it is too slow, or its reply is unusable. All
@@ -68,7 +63,7 @@ class AsyncArenaConnection:
         link = self._link
         if link is None or not link.usable:
             link = await self._connect()
-        return cast("R", await link.ask(request, reply_type))
+        return cast("R", await link.ask(request))
 
     async def close(self) -> None:
         """Close the connection; the server frees what it held. Unanswered calls fail."""
@@ -123,7 +118,7 @@ class AsyncArenaConnection:
                 raise StoreUnavailable(f"{self._name}: {error}") from error
             raise
         try:
-            await link.ask(Hello(VERSION, "proxy"), Welcome)
+            await link.ask(Hello(VERSION, "proxy"))
         except BaseException:
             link.end("it is closed")
             await link.lost.wait()
@@ -172,9 +167,11 @@ class _Link(asyncio.Protocol):
     def usable(self) -> bool:
         return not self._ended and not self.transport.is_closing()
 
-    def ask(self, request: Request, reply_type: type[Message]) -> "asyncio.Future[Reply]":
+    def ask(self, request: Request[Any]) -> "asyncio.Future[Reply]":
         """Send a request; return the future of its reply."""
-        call = _Call(reply_type, self._loop.create_future(), self._loop.time() + self._timeout_s)
+        call = _Call(
+            request.reply_type, self._loop.create_future(), self._loop.time() + self._timeout_s
+        )
         self._calls.append(call)
         self.transport.write(encode(request))
         if self._timer is None:

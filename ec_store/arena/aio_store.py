@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from ec_store.arena.aio_connection import AsyncArenaConnection
 from ec_store.arena.fields import (
     claim_request,
+    encode_header,
     encode_name,
     entry_infos,
     find_request,
@@ -19,17 +20,12 @@ from ec_store.arena.fields import (
 from ec_store.arena.index import Refusal
 from ec_store.arena.protocol import (
     Begin,
-    Begun,
-    Claimed,
     Delete,
-    Done,
     End,
-    Headers,
-    NamespaceList,
     Register,
 )
 from ec_store.arena.url import ArenaOptions
-from ec_store.entry import Entry, EntryInfo, encode_header
+from ec_store.entry import Entry, EntryInfo
 from ec_store.errors import StoreUnavailable
 from ec_store.keys import EntryKey
 
@@ -45,34 +41,30 @@ class AsyncArenaStore:
         self._connection = AsyncArenaConnection(options.path, options.timeout_s)
 
     async def check(self) -> None:
-        await self._connection.call(find_request([]), Headers)
+        await self._connection.call(find_request([]))
 
     async def lookup(self, keys: Sequence[EntryKey]) -> list[EntryInfo | None]:
-        return entry_infos(keys, (await self._connection.call(find_request(keys), Headers)).headers)
+        return entry_infos(keys, (await self._connection.call(find_request(keys))).headers)
 
     async def lease(self, keys: Sequence[EntryKey], seconds: float) -> list[EntryInfo | None]:
-        return entry_infos(
-            keys, (await self._connection.call(find_request(keys, seconds), Headers)).headers
-        )
+        return entry_infos(keys, (await self._connection.call(find_request(keys, seconds))).headers)
 
     async def claim(self, keys: Sequence[EntryKey], owner: str, seconds: float) -> list[bool]:
         """Claim entries (see `Store.claim`). A claim ends with the connection too."""
-        reply = await self._connection.call(
-            claim_request(keys, owner, seconds, find=False), Claimed
-        )
+        reply = await self._connection.call(claim_request(keys, owner, seconds, find=False))
         return of_each(keys, reply.held)
 
     async def claim_or_find(
         self, keys: Sequence[EntryKey], owner: str, seconds: float
     ) -> list[EntryInfo | bool]:
-        reply = await self._connection.call(claim_request(keys, owner, seconds, find=True), Claimed)
+        reply = await self._connection.call(claim_request(keys, owner, seconds, find=True))
         return found_or_claimed(keys, reply.headers, reply.held)
 
     async def release(self, keys: Sequence[EntryKey], owner: str) -> None:
-        await self._connection.call(release_request(keys, owner), Done)
+        await self._connection.call(release_request(keys, owner))
 
     async def delete(self, keys: Sequence[EntryKey]) -> int:
-        return (await self._connection.call(Delete(key_digests(keys)), Done)).number
+        return (await self._connection.call(Delete(key_digests(keys)))).number
 
     async def put(self, key: EntryKey, entry: Entry, *, replace: bool = False) -> bool:
         """Write an entry without payload (see `Store.put`). A cancelled call runs to its end.
@@ -87,17 +79,17 @@ class AsyncArenaStore:
         return await asyncio.shield(writing)
 
     async def namespaces(self) -> Mapping[str, str]:
-        return namespaces_of(await self._connection.call(Register(b"", b""), NamespaceList))
+        return namespaces_of(await self._connection.call(Register(b"", b"")))
 
     async def close(self) -> None:
         await self._connection.close()
 
     async def _put(self, key: EntryKey, entry: Entry, *, replace: bool) -> bool:
         request = Begin(key_digest(key), encode_name(key.namespace), 0, replace)
-        begun = await self._connection.call(request, Begun)
+        begun = await self._connection.call(request)
         if begun.number:
-            header = encode_header(key, entry, "")
-            return (await self._connection.call(End(begun.number, header), Done)).number == 1
+            end = End(begun.number, encode_header(key, entry))
+            return (await self._connection.call(end)).number == 1
         if begun.refusal == Refusal.THERE.value:
             return False
         raise StoreUnavailable(f"the arena does not take the entry: {begun.refusal}")

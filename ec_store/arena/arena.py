@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from ec_store.arena.index import ArenaIndex, Client, Refusal, Slot, pinned_bytes
 from ec_store.arena.protocol import (
     MAX_REPLY_BYTES,
+    AnyRequest,
     BadMessage,
     Begin,
     Begun,
@@ -29,13 +30,12 @@ from ec_store.arena.protocol import (
     Register,
     Release,
     Reply,
-    Request,
     Row,
     Stats,
     TierStats,
     Unpin,
 )
-from ec_store.base import ClientUse
+from ec_store.base import ClientUse, MemoryStats
 
 PAGE_ROWS = 256
 """Upper bound of the rows in one page of a listing, each with a header of some hundred bytes."""
@@ -51,19 +51,6 @@ MAX_MODELS = 1024
 
 
 @dataclass(slots=True, eq=False)
-class Coming:
-    """Entry that is being copied from the tier.
-
-    Attributes:
-        leased_until_s: end of the longest lease that it was given meanwhile.
-    """
-
-    header: bytes
-    namespace: bytes
-    leased_until_s: float = 0.0
-
-
-@dataclass(slots=True, eq=False)
 class Arena:
     """Entries of a memory and their users.
 
@@ -75,7 +62,8 @@ class Arena:
         gone: clients that are gone, the bytes of which a device may still be copying, by session.
         namespaces: registered namespace of each model.
         own: what the server itself has pinned or begun, for the tier.
-        coming: entries that are being copied from the tier, by digest.
+        coming: entries that are being copied from the tier, by digest. They have a header already,
+            and may be leased.
         tier: numbers of the tier; None without one.
     """
 
@@ -87,11 +75,11 @@ class Arena:
     gone: dict[int, Client] = field(default_factory=dict)
     namespaces: dict[bytes, bytes] = field(default_factory=dict)
     own: Client = field(default_factory=Client)
-    coming: dict[bytes, Coming] = field(default_factory=dict)
+    coming: dict[bytes, Slot] = field(default_factory=dict)
     tier: TierStats | None = None
 
     def answer(  # noqa: C901, PLR0911, PLR0912 - one case for each request
-        self, client: Client, request: Request, now_s: float
+        self, client: Client, request: AnyRequest, now_s: float
     ) -> Reply | None:
         """Return the reply to a request of a client; None if it has none.
 
@@ -204,22 +192,25 @@ class Arena:
         clients = [*self.clients.values(), *gone, self.own]
         leased = self.index.leased(now_s)
         pins = [pinned_s for client in clients for _, pinned_s in client.pins.values()]
-        return Stats(
-            entries=len(self.index),
-            taken_bytes=self.index.taken_bytes,
-            size_bytes=self.size_bytes,
-            evictions=self.index.evictions,
+        memory = MemoryStats(
+            pages=self.pages,
             clients=len(self.clients),
             pinned_bytes=pinned_bytes(clients),
-            leased=len(leased),
             leased_bytes=sum(slot.taken_bytes for slot in leased),
             begun_bytes=sum(client.begun_bytes for client in clients),
             gone_bytes=sum(client.pinned_bytes + client.begun_bytes for client in gone),
             oldest_pin_s=now_s - min(pins, default=now_s),
-            tier=self.tier,
-            pages=self.pages,
             refused=self.refused,
             uses=_uses(clients),
+        )
+        return Stats(
+            len(self.index),
+            self.index.taken_bytes,
+            self.size_bytes,
+            self.index.evictions,
+            len(leased),
+            memory,
+            self.tier,
         )
 
 

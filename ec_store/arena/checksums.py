@@ -16,9 +16,9 @@ import xxhash
 from ec_store.arena.index import ArenaIndex, Slot
 from ec_store.arena.memory import Bytes, parts_of
 
-DELAY_S = 0.25
-"""Time in seconds after which the writes since then are hashed: an entry is mostly read right after
-its write, and both take the bandwidth of the memory."""
+EVERY_S = 0.25
+"""Interval in seconds at which new entries are hashed: not at once, because an entry is mostly read
+right after its write, and both take the bandwidth of the memory."""
 
 BATCH_BYTES = 16 * 2**20
 """Bytes of entries that are handed to the thread at once, or one larger entry."""
@@ -31,7 +31,6 @@ class Checksums:
         """Create the computation over a mapped memory, which `close` unmaps."""
         self._index = index
         self._memory = memory
-        self._woken = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -45,20 +44,13 @@ class Checksums:
             await asyncio.wait([self._task])
         self._memory = np.empty(0, np.uint8)
 
-    def wake(self) -> None:
-        """Compute the checksums of `unhashed` soon."""
-        if self._index.unhashed:
-            self._woken.set()
-
     async def _run(self) -> None:
         # The entries need no pin: the bytes of a slot are reused only after it was removed, and the
         # checksum of a removed slot is never read. So no write waits for the thread.
         loop = asyncio.get_running_loop()
         with ThreadPoolExecutor(1, "ec-store-checksum") as thread:
             while True:
-                await self._woken.wait()
-                await asyncio.sleep(DELAY_S)
-                self._woken.clear()
+                await asyncio.sleep(EVERY_S)
                 while batch := self._take_batch():
                     checksums = await loop.run_in_executor(thread, self._compute, batch)
                     for slot, checksum in zip(batch, checksums, strict=True):

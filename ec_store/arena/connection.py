@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from ec_store.arena.protocol import (
     Forget,
     Frames,
     Hello,
+    Message,
     Pins,
     Reply,
     Request,
@@ -46,7 +47,7 @@ NAME_BYTES = 16
 MAX_RELEASES = 1024
 """Upper bound of the pins that are released at once, so that a socket has room for the message."""
 
-R = TypeVar("R", bound=Reply)
+R = TypeVar("R", bound=Message)
 
 
 class MappedArena:
@@ -55,6 +56,7 @@ class MappedArena:
     It stays mapped while the connection lasts or a view of it exists.
 
     Attributes:
+        socket: the connection.
         name, session, segment_bytes: as in `Welcome`.
         memory: its bytes; empty for a proxy, and after the connection was lost.
         released: pins of entries that are no longer read here. A finalizer may append to it within
@@ -64,7 +66,12 @@ class MappedArena:
     """
 
     def __init__(
-        self, welcome: Welcome, fds: Sequence[int], role: Role, mapped: "MappedMemories"
+        self,
+        connection: socket.socket,
+        welcome: Welcome,
+        fds: Sequence[int],
+        role: Role,
+        mapped: "MappedMemories",
     ) -> None:
         """Map the memory unless it is among the mapped ones, and leave its descriptor open.
 
@@ -74,6 +81,7 @@ class MappedArena:
         """
         if len(welcome.arena) != NAME_BYTES or welcome.segment_bytes <= 0:
             raise BadMessage("the server describes no memory")
+        self.socket = connection
         self.name, self.session = welcome.arena, welcome.session
         self.segment_bytes = welcome.segment_bytes
         self.released: deque[int] = deque()
@@ -140,44 +148,29 @@ class ArenaConnection:
         after_fork(self._forget_parent)
 
     def call(
-        self,
-        request: Request,
-        reply_type: type[R],
-        *,
-        within: MappedArena | None = None,
-        seconds: float = 0.0,
+        self, request: Request[R], *, within: MappedArena | None = None
     ) -> tuple[R, MappedArena]:
         """Send a request; return its reply, and the memory that the reply refers to.
 
         Args:
             request: the request.
-            reply_type: type of its reply.
             within: memory that the request refers to; None: it refers to none.
-            seconds: time that the server may wait, in addition to the timeout.
 
         Raises:
             StoreUnavailable: there is no server, it is too slow, its reply is unusable, or it is
                 another one than `within` belongs to. The next call connects again.
         """
-        deadline_s = time.monotonic() + self._timeout_s + seconds
+        deadline_s = time.monotonic() + self._timeout_s
         with self._lock.mutex:
-            if within is not None:  # what the server holds must end, however late
-                deadline_s = max(deadline_s, time.monotonic() + self._timeout_s)
-            if time.monotonic() >= deadline_s:
+            now_s = time.monotonic()
+            if within is not None:
+                if within is not self._arena:
+                    raise StoreUnavailable(f"{self._path}: the connection to the arena was lost")
+                deadline_s = now_s + self._timeout_s  # what the server holds must end, however late
+            elif now_s >= deadline_s:
                 raise StoreUnavailable(f"the arena at {self._path}: other calls took all the time")
-            if within is not None and within is not self._arena:
-                raise StoreUnavailable(f"{self._path}: the connection to the arena was lost")
             try:
-                arena = self._arena or self._connect(deadline_s)
-                try:
-                    reply = self._exchange(arena, request, deadline_s)
-                except BrokenPipeError:  # the server has ended since the last call
-                    if within is not None:
-                        raise
-                    self._disconnect()
-                    arena = self._connect(deadline_s)
-                    reply = self._exchange(arena, request, deadline_s)
-                checked = _expect(reply, reply_type)
+                arena, reply = self._exchange(request, deadline_s, within)
             except (OSError, BadMessage) as error:
                 self._disconnect()
                 raise StoreUnavailable(f"the arena at {self._path}: {error}") from error
@@ -188,8 +181,9 @@ class ArenaConnection:
                 arena.pins += sum(pin.number > 0 for pin in reply.pins)
             elif isinstance(reply, Begun) and reply.number:
                 arena.writes.add(reply.number)
-        self._send_releases(arena)
-        return checked, arena
+        if arena.released:
+            self._send_releases(arena)
+        return reply, arena
 
     def release(self, arena: MappedArena, number: int) -> None:
         """Release a pin; a finalizer may call it, within any other call of its thread.
@@ -203,11 +197,11 @@ class ArenaConnection:
     def _send_releases(self, arena: MappedArena) -> None:
         while arena.released and self._lock.mutex.acquire(blocking=False):
             try:
-                if arena is not self._arena or self._socket is None:
+                if arena is not self._arena:
                     return  # it was lost, and the next connection reports the end of its copies
-                if not _has_event(self._socket, select.POLLOUT):
+                if not _has_event(arena.socket, select.POLLOUT):
                     return  # the server does not read: the next call sends them, or fails
-                self._socket.sendall(_unpin(arena))
+                _send(arena.socket, _unpin(arena), time.monotonic() + self._timeout_s)
             except OSError:
                 self._disconnect()
             finally:
@@ -219,17 +213,11 @@ class ArenaConnection:
         Disconnect if the server has closed the connection: its memory is unmapped.
         """
         with self._lock.mutex:
-            connection, arena = self._socket, self._arena
-            if connection is None or arena is None:
-                return
-            try:
-                if _has_event(connection, select.POLLRDHUP):
-                    self._disconnect()
-                elif arena.released:
-                    connection.settimeout(self._timeout_s)
-                    connection.sendall(_unpin(arena))
-            except OSError:
+            arena = self._arena
+            if arena is not None and _has_event(arena.socket, select.POLLRDHUP):
                 self._disconnect()
+        if arena is not None:
+            self._send_releases(arena)
 
     @property
     def arena(self) -> MappedArena | None:
@@ -247,17 +235,15 @@ class ArenaConnection:
 
         Entries that are still read here stay until this process ends.
         """
+        if (arena := self._arena) is not None:
+            self._send_releases(arena)
         with self._lock.mutex:
-            if self._socket is not None and self._arena is not None:
-                with suppress(OSError):
-                    while self._arena.released:
-                        self._socket.sendall(_unpin(self._arena))
             self._disconnect()
 
     def _connect(self, deadline_s: float) -> MappedArena:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket = connection
-        _set_deadline(connection, deadline_s)
+        connection.settimeout(max(0.001, deadline_s - time.monotonic()))
         try:
             check_folder(Path(self._path).parent)
             connection.connect(self._path)
@@ -266,29 +252,49 @@ class ArenaConnection:
             raise FileNotFoundError(errno.ENOENT, text) from None
         connection.sendall(encode(Hello(VERSION, self._role)))
         data, fds = _receive_fds(connection)
+        connection.setblocking(False)  # with a time-out, Python makes twice as many system calls
         try:
             reply = _receive(connection, data, deadline_s)
             if isinstance(reply, Failed):
                 raise BadMessage(reply.text)
-            self._arena = MappedArena(_expect(reply, Welcome), fds, self._role, self._mapped)
+            self._arena = MappedArena(
+                connection, _expect(reply, Welcome), fds, self._role, self._mapped
+            )
         finally:
             for fd in fds:
                 os.close(fd)
         return self._arena
 
-    def _exchange(self, arena: MappedArena, request: Request, deadline_s: float) -> Reply:
-        connection = self._socket
-        if connection is None:
-            raise BadMessage("it is closed")
-        _set_deadline(connection, deadline_s)
-        unused = [earlier for earlier in self._earlier if earlier.unused]
-        for earlier in unused:
+    def _exchange(
+        self, request: Request[R], deadline_s: float, within: MappedArena | None
+    ) -> tuple[MappedArena, R]:
+        try:
+            arena = self._send_request(request, deadline_s)
+        except BrokenPipeError:  # the server has ended since the last call
+            if within is not None:
+                raise
+            self._disconnect()
+            arena = self._send_request(request, deadline_s)
+        reply = _receive(arena.socket, b"", deadline_s)
+        return arena, cast("R", _expect(reply, request.reply_type))
+
+    def _send_request(self, request: Request[R], deadline_s: float) -> MappedArena:
+        arena = self._arena or self._connect(deadline_s)
+        if self._earlier:
+            self._report_copies(arena, deadline_s)
+        data = encode(request)
+        if arena.released:
+            data = _unpin(arena) + data
+        _send(arena.socket, data, deadline_s)
+        return arena
+
+    def _report_copies(self, arena: MappedArena, deadline_s: float) -> None:
+        """Tell the server that the copies of lost connections have ended."""
+        for earlier in [earlier for earlier in self._earlier if earlier.unused]:
             if earlier.name == arena.name:
-                connection.sendall(encode(Forget(earlier.session)))
-                _receive(connection, b"", deadline_s)
+                _send(arena.socket, encode(Forget(earlier.session)), deadline_s)
+                _receive(arena.socket, b"", deadline_s)
             self._earlier.remove(earlier)
-        connection.sendall((_unpin(arena) if arena.released else b"") + encode(request))
-        return _receive(connection, b"", deadline_s)
 
     def _disconnect(self) -> None:
         if self._socket is not None:
@@ -307,14 +313,21 @@ class ArenaConnection:
         self._mapped = MappedMemories()
 
 
-def _has_event(connection: socket.socket, event: int) -> bool:
+def _has_event(connection: socket.socket, event: int, deadline_s: float = 0.0) -> bool:
+    """Return whether a socket has an event, at once or until a deadline."""
     poll = select.poll()
     poll.register(connection, event)
-    return bool(poll.poll(0))
+    return bool(poll.poll(max(0.0, 1000 * (deadline_s - time.monotonic()))))
 
 
-def _set_deadline(connection: socket.socket, deadline_s: float) -> None:
-    connection.settimeout(max(0.001, deadline_s - time.monotonic()))
+def _send(connection: socket.socket, data: bytes, deadline_s: float) -> None:
+    rest = memoryview(data)
+    while rest:
+        try:
+            rest = rest[connection.send(rest) :]
+        except BlockingIOError:
+            if not _has_event(connection, select.POLLOUT, deadline_s):
+                raise TimeoutError("timed out") from None
 
 
 def _receive_fds(connection: socket.socket) -> tuple[bytes, list[int]]:
@@ -353,7 +366,8 @@ def _receive(connection: socket.socket, data: bytes, deadline_s: float) -> Reply
     """
     frames = Frames(MAX_REPLY_BYTES)
     while not (bodies := list(frames.split(data))):
-        _set_deadline(connection, deadline_s)
+        if not _has_event(connection, select.POLLIN, deadline_s):
+            raise TimeoutError("timed out")
         data = connection.recv(CHUNK_BYTES)
         if not data:
             raise BadMessage("the server has closed the connection")

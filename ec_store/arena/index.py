@@ -4,11 +4,11 @@ The server calls it on its event loop, with the time. No method waits or copies 
 """
 
 import enum
-import heapq
 import math
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from ec_store.arena.extents import PAGE_BYTES, Extent, ExtentAllocator
 
@@ -78,6 +78,10 @@ class Slot:
         """Return the bytes that count for its clients: also without payload it takes a page."""
         return max(self.size_bytes, PAGE_BYTES)
 
+    def is_in_use(self, now_s: float) -> bool:
+        """Return whether it is pinned or leased, and so must stay."""
+        return self.pins > 0 or self.leased_until_s > now_s
+
 
 @dataclass(slots=True, eq=False)
 class Client:
@@ -112,11 +116,10 @@ class ArenaIndex:
     """Index of the entries of one memory. Not thread-safe; times are monotonic seconds.
 
     Every operation on a key takes constant time, but for `begin`, which evicts as many entries as
-    it needs to, the least recently used first.
+    it needs to, the least recently used first. It passes over those in use, and refuses a write
+    only after it has passed over all.
 
     Attributes:
-        changed: digests of entries that were committed, aborted, deleted or released since the
-            caller last cleared it: those that others may wait for.
         unhashed: entries that wait for their checksum, at most `MAX_UNHASHED`. An entry that finds
             no room waits from its next pin on.
         evictions: number of evicted entries.
@@ -137,21 +140,18 @@ class ArenaIndex:
                 has begun to write; None: all of the memory.
             ttl_s: time after its last use at which an entry expires.
         """
-        self.changed: set[bytes] = set()
         self.unhashed: OrderedDict[Slot, None] = OrderedDict()
         self.evictions = 0
         self._extents = extents
         self._client_bytes = client_bytes or extents.size_bytes
         self._ttl_s = ttl_s
-        self._entries: dict[bytes, Slot] = {}
+        self._entries: OrderedDict[bytes, Slot] = OrderedDict()
+        """Entries, the least recently used first."""
         self._digests: list[set[bytes]] = [set() for _ in range(256)]
         """Digests of the entries, by their first byte."""
-        self._unused: OrderedDict[bytes, Slot] = OrderedDict()
-        """Entries that may be evicted, the least recently used first."""
-        self._unused_bytes = 0
         self._index_bytes = 0
-        self._leases: list[tuple[float, int, Slot]] = []
-        """Each leased entry once, with the end of its lease, or of one that was renewed since."""
+        self._leased: dict[bytes, Slot] = {}
+        """Entries that had a lease when they were last looked through."""
         self._writing: dict[bytes, Slot] = {}
         self._claims: dict[bytes, Claim] = {}
         self._numbers = 0
@@ -165,7 +165,7 @@ class ArenaIndex:
         return self._extents.size_bytes - self._extents.free_bytes
 
     def slots(self) -> Iterator[Slot]:
-        """Yield the entries, in the order of their writes."""
+        """Yield the entries, the least recently used first."""
         yield from self._entries.values()
 
     def slots_after(self, after: bytes, count: int) -> list[Slot]:
@@ -180,33 +180,33 @@ class ArenaIndex:
                 break
         return [self._entries[digest] for digest in digests[:count]]
 
-    def leased(self, now_s: float) -> Collection[Slot]:
+    def leased(self, now_s: float) -> Sequence[Slot]:
         """Return the leased entries; the cost grows with their number."""
-        self._end_leases(now_s)
-        return {id(slot): slot for _, _, slot in self._leases if self._is_entry(slot)}.values()
+        self._leased = {
+            digest: slot
+            for digest, slot in self._leased.items()
+            if slot.leased_until_s > now_s and self._is_entry(slot)
+        }
+        return list(self._leased.values())
 
     def find(self, digests: Iterable[bytes], now_s: float) -> list[Slot | None]:
         """Return the entries of these keys."""
-        get, expired_s = self._entries.get, now_s - self._ttl_s
+        get, used_before_s = self._entries.get, now_s - self._ttl_s
         return [
             slot
-            if (slot := get(digest)) is None or slot.used_s > expired_s
+            if (slot := get(digest)) is None or slot.used_s > used_before_s
             else self._find(digest, now_s)
             for digest in digests
         ]
 
     def lease(self, digests: Iterable[bytes], seconds: float, now_s: float) -> list[Slot | None]:
         """Return the entries of these keys, which are not evicted for this time."""
-        self._end_leases(now_s)
         found = self.find(digests, now_s)
         for slot in found:
             if slot is not None:
-                slot.used_s = now_s
-                leased = slot.leased_until_s > now_s
+                self._use(slot, now_s)
                 slot.leased_until_s = max(slot.leased_until_s, now_s + seconds)
-                if not leased:
-                    self._push_lease(slot)
-                self._begin_use(slot)
+                self._leased[slot.digest] = slot
         return found
 
     def pin(
@@ -227,8 +227,7 @@ class ArenaIndex:
             client.pins[self._numbers] = (slot, now_s)
             client.pinned_bytes += slot.counted_bytes
             slot.pins += 1
-            slot.used_s = now_s
-            self._begin_use(slot)
+            self._use(slot, now_s)
             self._hash_later(slot)
             pins.append((self._numbers, slot))
         return pins
@@ -240,10 +239,10 @@ class ArenaIndex:
                 slot, _ = pinned
                 client.pinned_bytes -= slot.counted_bytes
                 slot.pins -= 1
-                if not self._is_entry(slot):
-                    self._free(slot)
+                if self._is_entry(slot):
+                    self._use(slot, now_s)
                 else:
-                    self._end_use(slot, now_s)
+                    self._free(slot)
 
     def begin(self, client: Client, slot: Slot, now_s: float) -> int | Refusal:
         """Give a slot its extents for a client to write; evict entries until there is room.
@@ -254,28 +253,25 @@ class ArenaIndex:
         """
         if not slot.replaces:
             if (existing := self._find(slot.digest, now_s)) is not None:
-                existing.used_s = now_s
-                if existing.digest in self._unused:
-                    self._unused.move_to_end(existing.digest)
+                self._use(existing, now_s)
                 return Refusal.THERE
             if slot.digest in self._writing:
                 return Refusal.BEGUN
         if slot.size_bytes > self._client_bytes:
             return Refusal.TOO_LARGE
-        self._end_leases(now_s)
-        begun_bytes = client.begun_bytes + slot.counted_bytes
-        left_bytes = self._extents.free_bytes + self._unused_bytes
-        if begun_bytes > self._client_bytes or slot.size_bytes > left_bytes:
+        if client.begun_bytes + slot.counted_bytes > self._client_bytes:
             return Refusal.FULL
         most_bytes = max(MIN_INDEX_BYTES, self._extents.size_bytes // INDEX_SHARE)
         while (
             self._index_bytes > most_bytes
             or (extents := self._extents.allocate(slot.size_bytes)) is None
         ):
-            if not self._unused:
+            evicted = self._least_used(slot.size_bytes - self._extents.free_bytes, now_s)
+            if not evicted:
                 return Refusal.FULL
-            self._remove(next(iter(self._unused.values())))
-            self.evictions += 1
+            for each in evicted:
+                self._remove(each)
+            self.evictions += len(evicted)
         slot.extents = extents
         if not slot.replaces:
             self._writing[slot.digest] = slot
@@ -300,15 +296,14 @@ class ArenaIndex:
                 self._free(slot)
                 return False
             self._remove(old)
-            if old.leased_until_s > now_s:
-                slot.leased_until_s = old.leased_until_s
-                self._push_lease(slot)
+            slot.leased_until_s = old.leased_until_s
         slot.header, slot.used_s = header, now_s
         self._entries[slot.digest] = slot
+        if slot.leased_until_s > now_s:
+            self._leased[slot.digest] = slot
         self._digests[slot.digest[0]].add(slot.digest)
         self._index_bytes += ENTRY_BYTES + len(header)
         self._hash_later(slot)
-        self._end_use(slot, now_s)
         return True
 
     def abort(self, client: Client, number: int) -> None:
@@ -341,15 +336,14 @@ class ArenaIndex:
     def expire(self, now_s: float) -> None:
         """Delete expired entries that are not in use, and expired claims.
 
-        The cost grows with the number of claims.
+        The cost grows with the numbers of leases and claims.
         """
-        self._end_leases(now_s)
+        self.leased(now_s)
         for digest in [key for key, claim in self._claims.items() if claim.until_s <= now_s]:
             self._end_claim(digest)
-        while self._unused:
-            slot = next(iter(self._unused.values()))
-            if not self._is_expired(slot, now_s):
-                break
+        used_before_s = now_s - self._ttl_s
+        old = takewhile(lambda slot: slot.used_s <= used_before_s, self._entries.values())
+        for slot in [slot for slot in old if not slot.is_in_use(now_s)]:
             self._remove(slot)
 
     def claim(
@@ -379,19 +373,6 @@ class ArenaIndex:
             if claim is not None and claim.owner == owner:
                 self._end_claim(digest)
 
-    def pending_until_s(self, digest: bytes, now_s: float) -> float:
-        """Return until when an entry that does not exist may be expected, at most.
-
-        It is infinite while the entry is being written, the end of its claim while it is claimed,
-        and now if it exists, or if nothing produces it.
-        """
-        if self._find(digest, now_s) is not None:
-            return now_s
-        if digest in self._writing:
-            return math.inf
-        claim = self._claims.get(digest)
-        return now_s if claim is None else max(now_s, claim.until_s)
-
     def lacking(self, digests: Iterable[bytes], now_s: float) -> list[bytes]:
         """Return the keys of entries that neither exist nor are being written."""
         return [
@@ -419,7 +400,7 @@ class ArenaIndex:
 
     def _find(self, digest: bytes, now_s: float) -> Slot | None:
         slot = self._entries.get(digest)
-        if slot is None or not self._is_expired(slot, now_s):
+        if slot is None or slot.used_s > now_s - self._ttl_s or slot.is_in_use(now_s):
             return slot
         self._remove(slot)
         return None
@@ -428,26 +409,30 @@ class ArenaIndex:
         """Return whether a slot is still the entry of its key."""
         return self._entries.get(slot.digest) is slot
 
-    def _is_expired(self, slot: Slot, now_s: float) -> bool:
-        if now_s < slot.used_s + self._ttl_s:
-            return False
-        return not slot.pins and slot.leased_until_s <= now_s
+    def _use(self, slot: Slot, now_s: float) -> None:
+        """Note a use of an entry, so that `_entries` stays in the order of the last uses."""
+        slot.used_s = now_s
+        self._entries.move_to_end(slot.digest)
 
-    def _end_use(self, slot: Slot, now_s: float) -> None:
-        """Let an entry be evicted again, unless it is still pinned or leased.
+    def _least_used(self, size_bytes: int, now_s: float) -> list[Slot]:
+        """Return the least recently used entries that take at least so many bytes together.
 
-        Its last use is now, so that `_unused` stays in the order of the last uses.
+        They are none if all that are not in use take less. Entries in use count as used now: each
+        is passed over once, however often room is made.
         """
-        in_use = slot.pins or slot.leased_until_s > now_s
-        if not in_use and slot.digest not in self._unused:
-            slot.used_s = now_s
-            self._unused[slot.digest] = slot
-            self._unused_bytes += slot.taken_bytes
-
-    def _begin_use(self, slot: Slot) -> None:
-        """Keep an entry from being evicted."""
-        if self._unused.pop(slot.digest, None) is not None:
-            self._unused_bytes -= slot.taken_bytes
+        found: list[Slot] = []
+        in_use: list[Slot] = []
+        for slot in self._entries.values():
+            if slot.is_in_use(now_s):
+                in_use.append(slot)
+                continue
+            found.append(slot)
+            size_bytes -= slot.taken_bytes
+            if size_bytes <= 0:
+                break
+        for slot in in_use:
+            self._use(slot, now_s)
+        return [] if size_bytes > 0 else found
 
     def _hash_later(self, slot: Slot) -> None:
         if not slot.checksum and len(self.unhashed) < MAX_UNHASHED:
@@ -458,8 +443,6 @@ class ArenaIndex:
         self._digests[slot.digest[0]].discard(slot.digest)
         self._index_bytes -= ENTRY_BYTES + len(slot.header)
         self.unhashed.pop(slot, None)
-        self._begin_use(slot)
-        self.changed.add(slot.digest)
         self._free(slot)
 
     def _free(self, slot: Slot) -> None:
@@ -474,28 +457,11 @@ class ArenaIndex:
         return slot
 
     def _end_writing(self, slot: Slot) -> None:
-        self.changed.add(slot.digest)
         if self._writing.get(slot.digest) is slot:
             del self._writing[slot.digest]
 
     def _end_claim(self, digest: bytes) -> None:
         self._claims.pop(digest).client.claims.discard(digest)
-        self.changed.add(digest)
-
-    def _end_leases(self, now_s: float) -> None:
-        """Let entries be evicted again after the end of their leases."""
-        while self._leases and self._leases[0][0] <= now_s:
-            *_, slot = heapq.heappop(self._leases)
-            if not self._is_entry(slot):
-                continue
-            if slot.leased_until_s > now_s:  # it was renewed
-                self._push_lease(slot)
-            else:
-                self._end_use(slot, now_s)
-
-    def _push_lease(self, slot: Slot) -> None:
-        self._numbers += 1
-        heapq.heappush(self._leases, (slot.leased_until_s, self._numbers, slot))
 
 
 def pinned_bytes(clients: Sequence[Client]) -> int:

@@ -45,9 +45,8 @@ class Peer:
             if error.errno != errno.ENOPROTOOPT:
                 raise
         pidfd: int | None = None
-        with suppress(
-            OSError
-        ):  # if its number belongs to another process by now, bytes stay longer
+        # If its number belongs to another process by now, bytes stay longer.
+        with suppress(OSError):
             pidfd = os.pidfd_open(pid)
         return cls(pid, uid, pidfd)
 

@@ -2,21 +2,20 @@
 
 A message is its length, 4 bytes little-endian, and a MessagePack array: the name of its type and
 its fields (https://msgspec.dev). Every request but `Unpin` has one reply, in the order of the
-requests. `Wait` is answered later; no other request may follow it before that. A client that sends
-anything else is disconnected.
+requests. A client that sends anything else is disconnected.
 """
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar, get_args
 
 import msgspec
 
 from ec_store.arena.extents import Extent
-from ec_store.base import ClientUse
+from ec_store.base import MemoryStats
 from ec_store.entry import MAX_HEADER_BYTES
 from ec_store.keys import MAX_OWNER_BYTES, MAX_PART_BYTES
 
-VERSION = 2
+VERSION = 3
 """Version of these messages. A server and a client of different versions refuse each other."""
 
 MAX_KEYS = 4096
@@ -31,7 +30,7 @@ MAX_REPLY_BYTES = 64 * 2**20
 LENGTH_BYTES = 4
 
 LONGEST_S = 3600.0
-"""Upper bound in seconds of leases, claims and waits."""
+"""Upper bound in seconds of leases and claims."""
 
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=LONGEST_S)]
 Size = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
@@ -45,21 +44,21 @@ Owner = Annotated[bytes, msgspec.Meta(max_length=MAX_OWNER_BYTES)]
 
 Role = Literal["proxy", "reader", "writer"]
 
+R = TypeVar("R", bound="Message")
+
 
 class Message(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """Request of a client, or reply of the server, as an array."""
 
 
-class Hello(Message, frozen=True):
-    """First request of a connection.
+class Request(Message, Generic[R], frozen=True):
+    """Request of a client, which has a reply of this type."""
 
-    Attributes:
-        role: `reader` gets a read-only descriptor of the memory, `writer` one to write,
-            and `proxy` none.
-    """
+    reply_type: ClassVar[type[Message]]
 
-    version: int
-    role: Role
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        [cls.reply_type] = get_args(cls.__orig_bases__[0])  # type: ignore[attr-defined]
 
 
 class Welcome(Message, frozen=True):
@@ -78,48 +77,17 @@ class Welcome(Message, frozen=True):
     segment_bytes: int
 
 
-class Forget(Message, frozen=True):
-    """End all that an earlier connection of this process held: its copies have ended.
-
-    The reply is `Done`.
-    """
-
-    session: int
-
-
-class Find(Message, frozen=True):
-    """Look entries up. With `seconds` above 0, lease them too. The reply is `Headers`.
-
-    If there is a tier, entries that are missing here are looked up there first, and begin to come.
-    """
-
-    digests: Digests
-    seconds: Seconds = 0.0
-
-
 class Headers(Message, frozen=True):
     """Header of each entry; empty for a miss. An entry that comes from the tier has one."""
 
     headers: list[bytes]
 
 
-class Read(Message, frozen=True):
-    """Pin entries. The reply is `Pins`."""
-
-    digests: Digests
-
-
-class Unpin(Message, frozen=True):
-    """Release pins. It has no reply, so that it can be sent with the next request."""
-
-    numbers: list[int]
-
-
 class Pin(msgspec.Struct, array_like=True, frozen=True):
     """Pinned entry; number 0: a miss.
 
-    With number 0 and a header, it is coming from the tier: a `Wait` ends when it is there, or when
-    it does not come.
+    With number 0 and a header, it is coming from the tier: a later `Read` pins it, or has no header
+    because it did not come.
 
     Attributes:
         checksum: xxh3-64 of its payload; empty: none yet (`ec_store/arena/checksums.py`).
@@ -137,15 +105,6 @@ class Pins(Message, frozen=True):
     pins: list[Pin]
 
 
-class Begin(Message, frozen=True):
-    """Begin to write an entry. The reply is `Begun`."""
-
-    digest: Digest
-    namespace: Name
-    size_bytes: Size
-    replace: bool
-
-
 class Begun(Message, frozen=True):
     """Place of an entry to write, until `End`; or number 0, and the value of a `Refusal`."""
 
@@ -154,47 +113,10 @@ class Begun(Message, frozen=True):
     refusal: str = ""
 
 
-class End(Message, frozen=True):
-    """End a write; an empty header gives it up. The reply is `Done` with 1 if it is stored."""
-
-    number: int
-    header: Header
-
-
-class Discard(Message, frozen=True):
-    """Delete the entry of a pin, which is corrupt, unless it was replaced. The reply is `Done`."""
-
-    number: int
-
-
-class Delete(Message, frozen=True):
-    """Delete entries. The reply is `Done` with their number."""
-
-    digests: Digests
-
-
-class Purge(Message, frozen=True):
-    """Delete a namespace with its entries. The reply is `Done` with their number."""
-
-    namespace: Name
-
-
 class Done(Message, frozen=True):
     """Result of a request that has no other one."""
 
     number: int = 0
-
-
-class ClaimKeys(Message, frozen=True):
-    """Claim keys. With `find`, the keys of existing entries are not claimed.
-
-    The reply is `Claimed`.
-    """
-
-    digests: Digests
-    owner: Owner
-    seconds: Seconds
-    find: bool = False
 
 
 class Claimed(Message, frozen=True):
@@ -202,29 +124,6 @@ class Claimed(Message, frozen=True):
 
     held: list[bool]
     headers: list[bytes]
-
-
-class Release(Message, frozen=True):
-    """Release claims. The reply is `Done`."""
-
-    digests: Digests
-    owner: Owner
-
-
-class Wait(Message, frozen=True):
-    """Wait until an entry is there, or is neither written nor claimed, or for `seconds`.
-
-    The reply is `Done`.
-    """
-
-    digest: Digest
-    seconds: Seconds
-
-
-class List(Message, frozen=True):
-    """List entries after this digest, by digest. The reply is `Page`."""
-
-    after: bytes
 
 
 class Row(msgspec.Struct, array_like=True, frozen=True):
@@ -242,21 +141,10 @@ class Page(Message, frozen=True):
     rows: list[Row]
 
 
-class Register(Message, frozen=True):
-    """Register the namespace of a model; an empty model only asks. The reply is `NamespaceList`."""
-
-    model: RegisteredName
-    namespace: RegisteredName
-
-
 class NamespaceList(Message, frozen=True, tag="Namespaces"):
     """Registered namespace of each model."""
 
     namespaces: dict[bytes, bytes]
-
-
-class GetStats(Message, frozen=True):
-    """Get the statistics. The reply is `Stats`. The cost grows with the pins."""
 
 
 class TierStats(msgspec.Struct, array_like=True):
@@ -298,23 +186,14 @@ class Stats(Message, frozen=True):
         taken_bytes: bytes that are not free.
         leased: number of leased entries.
         tier: None: there is no tier.
-        pages, refused, uses and others: as in `MemoryStats`.
     """
 
     entries: int
     taken_bytes: int
     size_bytes: int
     evictions: int
-    clients: int
-    pinned_bytes: int
     leased: int
-    leased_bytes: int
-    begun_bytes: int
-    gone_bytes: int
-    oldest_pin_s: float
-    pages: str
-    refused: int
-    uses: list[ClientUse]
+    memory: MemoryStats
     tier: TierStats | None = None
 
 
@@ -324,7 +203,114 @@ class Failed(Message, frozen=True):
     text: str
 
 
-Request = (
+class Hello(Request[Welcome], frozen=True):
+    """First request of a connection.
+
+    Attributes:
+        role: `reader` gets a read-only descriptor of the memory, `writer` one to write,
+            and `proxy` none.
+    """
+
+    version: int
+    role: Role
+
+
+class Forget(Request[Done], frozen=True):
+    """End all that an earlier connection of this process held: its copies have ended."""
+
+    session: int
+
+
+class Find(Request[Headers], frozen=True):
+    """Look entries up. With `seconds` above 0, lease them too.
+
+    If there is a tier, entries that are missing here are looked up there first, and begin to come.
+    """
+
+    digests: Digests
+    seconds: Seconds = 0.0
+
+
+class Read(Request[Pins], frozen=True):
+    """Pin entries, so that they are not evicted."""
+
+    digests: Digests
+
+
+class Unpin(Message, frozen=True):
+    """Release pins. It has no reply, so that it can be sent with the next request."""
+
+    numbers: list[int]
+
+
+class Begin(Request[Begun], frozen=True):
+    """Begin to write an entry."""
+
+    digest: Digest
+    namespace: Name
+    size_bytes: Size
+    replace: bool
+
+
+class End(Request[Done], frozen=True):
+    """End a write; an empty header gives it up. `Done` has 1 if it is stored."""
+
+    number: int
+    header: Header
+
+
+class Discard(Request[Done], frozen=True):
+    """Delete the entry of a pin, which is corrupt, unless it was replaced."""
+
+    number: int
+
+
+class Delete(Request[Done], frozen=True):
+    """Delete entries. `Done` has their number."""
+
+    digests: Digests
+
+
+class Purge(Request[Done], frozen=True):
+    """Delete a namespace with its entries. `Done` has their number."""
+
+    namespace: Name
+
+
+class ClaimKeys(Request[Claimed], frozen=True):
+    """Claim keys. With `find`, the keys of existing entries are not claimed."""
+
+    digests: Digests
+    owner: Owner
+    seconds: Seconds
+    find: bool = False
+
+
+class Release(Request[Done], frozen=True):
+    """Release claims of an owner."""
+
+    digests: Digests
+    owner: Owner
+
+
+class List(Request[Page], frozen=True):
+    """List entries after this digest, by digest."""
+
+    after: bytes
+
+
+class Register(Request[NamespaceList], frozen=True):
+    """Register the namespace of a model; an empty model only asks."""
+
+    model: RegisteredName
+    namespace: RegisteredName
+
+
+class GetStats(Request[Stats], frozen=True):
+    """Get the statistics. The cost grows with the pins."""
+
+
+AnyRequest = (
     Hello
     | Forget
     | Find
@@ -337,7 +323,6 @@ Request = (
     | Purge
     | ClaimKeys
     | Release
-    | Wait
     | List
     | Register
     | GetStats
@@ -345,7 +330,7 @@ Request = (
 Reply = Welcome | Headers | Pins | Begun | Done | Claimed | Page | NamespaceList | Stats | Failed
 
 _encoder = msgspec.msgpack.Encoder()
-_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_requests: msgspec.msgpack.Decoder[AnyRequest] = msgspec.msgpack.Decoder(AnyRequest)
 _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
@@ -353,13 +338,13 @@ class BadMessage(Exception):
     """Raised for bytes that are no message, or a message that is too long."""
 
 
-def encode(message: Request | Reply) -> bytes:
+def encode(message: Message) -> bytes:
     """Return a message with its length."""
     body = _encoder.encode(message)
     return len(body).to_bytes(LENGTH_BYTES, "little") + body
 
 
-def read_request(body: Any) -> Request:
+def read_request(body: Any) -> AnyRequest:
     """Parse a request without its length. Raise BadMessage if it is none."""
     try:
         return _requests.decode(body)

@@ -11,7 +11,7 @@ import resource
 import secrets
 import socket
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from typing import cast
 
@@ -23,6 +23,7 @@ from ec_store.arena.peers import Peer
 from ec_store.arena.protocol import (
     MAX_REQUEST_BYTES,
     VERSION,
+    AnyRequest,
     BadMessage,
     Begin,
     ClaimKeys,
@@ -37,9 +38,6 @@ from ec_store.arena.protocol import (
     Purge,
     Read,
     Reply,
-    Request,
-    Role,
-    Wait,
     Welcome,
     encode,
     read_request,
@@ -59,7 +57,6 @@ GONE_S = 60.0
 kernel gives no descriptor of its process: before Linux 6.5 (`SO_PEERPIDFD`), and in another PID
 namespace."""
 
-ACCEPT_AGAIN_S = 0.1
 EXPIRE_EVERY_S = 10.0
 BACKLOG = 128
 
@@ -83,7 +80,7 @@ thousands of requests, so a pause of reading does not bound the replies."""
 MAX_PENDING = 64
 """Requests of a client that wait above which no more are read."""
 
-NEEDS_MEMORY: Mapping[Role | None, tuple[type, ...]] = {"proxy": (Read, Begin), "reader": (Begin,)}
+NEEDS_MEMORY: Mapping[str, tuple[type, ...]] = {"proxy": (Read, Begin), "reader": (Begin,)}
 """Requests for which the memory of a client is missing, by its role: but for an entry without
 payload, as the proxies write for clients' names of media."""
 
@@ -111,44 +108,41 @@ class ArenaServer:
         """
         self.arena = Arena(index, memory.size_bytes, memory.pages)
         self.clock = clock
-        self.waiting: defaultdict[bytes, set[Session]] = defaultdict(set)
         self._max_connections = max_connections
         self._gone_s = gone_s
         self._memory = memory
         self._name = secrets.token_bytes(16)
         self._read_only = os.open(f"/proc/self/fd/{memory.fd}", os.O_RDONLY | os.O_CLOEXEC)
-        self._sessions: dict[int, Session] = {}
+        self._sessions: dict[int, tuple[Session, Peer]] = {}
         self._connections: Counter[int] = Counter()
         """Number of connections of each user, with those that have ended and still keep bytes."""
         self._gone: dict[int, Peer] = {}
         self._checksums = Checksums(index, map_memory(memory.fd, memory.size_bytes, write=False))
         self._tier: TierTransfers | None = None
-        self._listener: socket.socket | None = None
-        self._connecting: set[asyncio.Task[object]] = set()
-        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._listening: asyncio.AbstractServer | None = None
+        self._expiry: asyncio.TimerHandle | None = None
 
-    def start(self, listener: socket.socket, tier: Tier | None = None) -> None:
+    async def start(self, listener: socket.socket, tier: Tier | None = None) -> None:
         """Accept connections of a socket from `bind`. The server closes it, and the tier."""
-        listener.listen(BACKLOG)
-        self._listener = listener
-        self._listen(listener)
+        loop = asyncio.get_running_loop()
+        self._listening = await loop.create_unix_server(
+            lambda: Session(self), sock=listener, backlog=BACKLOG
+        )
         self._expire()
         self._checksums.start()
         if tier is not None:
             memory = map_memory(self._memory.fd, self._memory.size_bytes, write=True)
-            self._tier = TierTransfers(tier, self.arena, memory, self.settle_waits, self.clock)
+            self._tier = TierTransfers(tier, self.arena, memory, self.clock)
             self._tier.start()
 
     async def close(self) -> None:
         """Stop listening and disconnect all clients. Their memory stays mapped in them."""
-        for timer in self._timers.values():
-            timer.cancel()
-        if self._listener is not None:
-            asyncio.get_running_loop().remove_reader(self._listener)
-            self._listener.close()
-            self._listener = None
-        await asyncio.gather(*self._connecting)
-        for session in list(self._sessions.values()):
+        if self._expiry is not None:
+            self._expiry.cancel()
+        if self._listening is not None:
+            self._listening.close()
+            self._listening = None
+        for session, _ in list(self._sessions.values()):
             session.transport.abort()
         while self._sessions:  # noqa: ASYNC110 - one or two turns of the loop
             await asyncio.sleep(0)
@@ -160,16 +154,17 @@ class ArenaServer:
         os.close(self._read_only)
         os.close(self._memory.fd)
 
-    def answer(self, session: "Session", request: Request) -> Reply | None:
-        """Return the reply to a request; answer the clients that waited for its effect."""
+    def answer(self, session: "Session", request: AnyRequest) -> Reply | None:
+        """Return the reply to a request, and begin the work that follows from it."""
         if isinstance(request, Forget):
             self._forget_earlier(request.session)
             return Done()
         needless = isinstance(request, Begin) and not request.size_bytes
-        if isinstance(request, NEEDS_MEMORY.get(session.role, ())) and not needless:
-            raise BadMessage(f"a {session.role} sends no {type(request).__name__}")
-        written = session.client.writes.get(request.number) if isinstance(request, End) else None
-        reply = self.arena.answer(session.client, request, self.clock())
+        client = session.client
+        if isinstance(request, NEEDS_MEMORY.get(client.role, ())) and not needless:
+            raise BadMessage(f"a {client.role} sends no {type(request).__name__}")
+        written = client.writes.get(request.number) if isinstance(request, End) else None
+        reply = self.arena.answer(client, request, self.clock())
         if self._tier is not None:
             if written is not None and reply == Done(1):
                 self._tier.offer(written)
@@ -177,11 +172,9 @@ class ArenaServer:
                 self._tier.remove(request.digests)
             elif isinstance(request, Purge):
                 self._tier.purge(request.namespace)
-        self.settle_waits()
-        self._checksums.wake()
         return reply
 
-    def look_up(self, request: Request) -> "asyncio.Task[None] | None":
+    def look_up(self, request: AnyRequest) -> "asyncio.Task[None] | None":
         """Look up in the tier what a request asks for and the memory lacks.
 
         Return a task that ends soon, after which the request is answered; None: at once.
@@ -192,16 +185,30 @@ class ArenaServer:
                     return self._tier.look_up(digests)
         return None
 
-    def settle_waits(self) -> None:
-        """Answer the clients that waited for entries that have changed."""
-        index = self.arena.index
-        while index.changed:
-            for session in list(self.waiting.get(index.changed.pop(), ())):
-                session.settle_wait()
-
     def add(self, session: "Session") -> None:
-        """Add a connection, which must send a `Hello` first."""
-        self._sessions[session.number] = session
+        """Add a connection, which must send a `Hello` first; above a maximum, that is refused."""
+        try:
+            peer = Peer.of(session.transport.get_extra_info("socket"))
+        except OSError as error:
+            logger.warning("the arena closes a new connection: %s", error)
+            session.transport.abort()
+            return
+        total, of_user = self._connections.total(), self._connections[peer.uid]
+        most = self._max_connections
+        if self._listening is None or max(total - most, of_user - most // 2) >= MAX_REFUSED:
+            peer.close()
+            session.transport.abort()
+            return
+        if total >= most:
+            session.refusal = f"the arena has {most} connections, which is the maximum"
+        elif of_user >= most // 2:
+            session.refusal = (
+                f"user {peer.uid} has {most // 2} connections to the arena, which is the maximum "
+                "of a user"
+            )
+        self._connections[peer.uid] += 1
+        session.client.pid = peer.pid
+        self._sessions[session.number] = session, peer
 
     def welcome(self, session: "Session", hello: Hello) -> None:
         """Answer the first request of a connection, with the memory's descriptor.
@@ -220,19 +227,22 @@ class ArenaServer:
             )
         welcome = Welcome(self._name, session.number, memory.size_bytes, memory.segment_bytes)
         memories = {"proxy": [], "reader": [self._read_only], "writer": [memory.fd]}
-        socket.send_fds(session.connection, [encode(welcome)], memories[hello.role])
+        fd = session.transport.get_extra_info("socket").fileno()
+        with socket.fromfd(fd, socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            socket.send_fds(connection, [encode(welcome)], memories[hello.role])
         session.client.role = hello.role
         self.arena.clients[session.number] = session.client
 
     def lose(self, session: "Session") -> None:
         """Take back what a client held, now or when its process is gone."""
         number, client = session.number, session.client
-        del self._sessions[number]
+        if number not in self._sessions:  # it was closed at once
+            return
+        _, peer = self._sessions.pop(number)
         self.arena.clients.pop(number, None)
         self.arena.index.disconnect(client)
         if client.role == "proxy":  # it has no memory, so nothing is still being copied
             self.arena.index.forget(client, self.clock())
-        peer = session.peer
         if not client.pins and not client.writes:
             self._drop(peer)
         else:
@@ -243,17 +253,16 @@ class ArenaServer:
                 peer.timer = loop.call_later(self._gone_s, self._forget, number)
             else:
                 loop.add_reader(peer.pidfd, self._forget, number)
-        self.settle_waits()
 
     def _forget_earlier(self, number: int) -> None:
         """Forget a connection of a client that has lost it, and alone knows its number."""
         if number in self._gone:
             self._forget(number)
-        elif earlier := self._sessions.get(number):
+        elif number in self._sessions:
+            earlier, _ = self._sessions[number]
             earlier.transport.abort()  # the end of its connection has not been read yet
             self.arena.index.disconnect(earlier.client)
             self.arena.index.forget(earlier.client, self.clock())
-            self.settle_waits()
 
     def _forget(self, number: int) -> None:
         peer = self._gone.pop(number)
@@ -261,13 +270,11 @@ class ArenaServer:
             asyncio.get_running_loop().remove_reader(peer.pidfd)
         self._drop(peer)
         self.arena.index.forget(self.arena.gone.pop(number), self.clock())
-        self.settle_waits()
 
     def _expire(self) -> None:
         self.arena.index.expire(self.clock())
-        self.settle_waits()
         loop = asyncio.get_running_loop()
-        self._timers["expire"] = loop.call_later(EXPIRE_EVERY_S, self._expire)
+        self._expiry = loop.call_later(EXPIRE_EVERY_S, self._expire)
 
     def _drop(self, peer: Peer) -> None:
         peer.close()
@@ -275,86 +282,40 @@ class ArenaServer:
         if not self._connections[peer.uid]:
             del self._connections[peer.uid]
 
-    def _listen(self, listener: socket.socket) -> None:
-        asyncio.get_running_loop().add_reader(listener, self._accept, listener)
-
-    def _accept(self, listener: socket.socket) -> None:
-        """Make a session of a new connection, or refuse it."""
-        # Not `loop.sock_accept`: in Python 3.11 its cancellation may lose a connection.
-        loop = asyncio.get_running_loop()
-        try:
-            connection, _ = listener.accept()
-        except BlockingIOError:  # the client is gone
-            return
-        except OSError as error:  # no descriptor is left
-            logger.warning("the arena cannot accept a connection: %s", error)
-            loop.remove_reader(listener)
-            self._timers["listen"] = loop.call_later(ACCEPT_AGAIN_S, self._listen, listener)
-            return
-        connection.setblocking(False)
-        try:
-            peer = Peer.of(connection)
-        except OSError as error:
-            logger.warning("the arena closes a new connection: %s", error)
-            connection.close()
-            return
-        total, of_user = self._connections.total(), self._connections[peer.uid]
-        most = self._max_connections
-        if max(total - most, of_user - most // 2) >= MAX_REFUSED:
-            connection.close()
-            peer.close()
-            return
-        session = Session(self, peer, connection)
-        if total >= most:
-            session.refusal = f"the arena has {most} connections, which is the maximum"
-        elif of_user >= most // 2:
-            session.refusal = (
-                f"user {peer.uid} has {most // 2} connections to the arena, which is the maximum "
-                "of a user"
-            )
-        self._connections[peer.uid] += 1
-        connecting = loop.create_task(loop.connect_accepted_socket(lambda: session, connection))
-        self._connecting.add(connecting)
-        connecting.add_done_callback(self._connecting.discard)
-
 
 class Session(asyncio.Protocol):
     """Connection of one client.
 
     Attributes:
-        role: its role; None before its first request.
+        number: random number that no other client knows.
+        client: what it holds; without a role before its first request.
         refusal: reason for which its first request is refused; empty: it is not.
     """
 
     transport: asyncio.Transport
+    _timer: asyncio.TimerHandle
 
-    def __init__(self, server: ArenaServer, peer: Peer, connection: socket.socket) -> None:
+    def __init__(self, server: ArenaServer) -> None:
         self.number = secrets.randbits(62)
-        self.peer = peer
-        self.connection = connection
-        self.role: Role | None = None
         self.refusal = ""
-        self.client = Client(peer.pid)
+        self.client = Client()
         self._server = server
         self._frames = Frames(MAX_REQUEST_BYTES)
-        self._pending: deque[tuple[Request, asyncio.Task[None] | None]] = deque()
+        self._pending: deque[tuple[AnyRequest, asyncio.Task[None] | None]] = deque()
         """Requests that wait for the tier, each with its look-up, or until the client reads its
         replies, and those behind them."""
-        self._reads_replies = True
-        self._wait: Wait | None = None
-        self._until_s = 0.0
-        self._timer: asyncio.TimerHandle | None = None
+        self._has_unread = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)
+        self.transport.set_write_buffer_limits(MAX_UNREAD_BYTES)
+        self._timer = asyncio.get_running_loop().call_later(HELLO_S, self.transport.abort)
         self._server.add(self)
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(HELLO_S, self.transport.abort)
 
     def data_received(self, data: bytes) -> None:
         try:
             for request in map(read_request, self._frames.split(data)):
-                looking = None if self.role is None else self._server.look_up(request)
+                looking = self._server.look_up(request) if self.client.role else None
                 if looking is not None:
                     looking.add_done_callback(lambda _: self._serve_pending())
                 if looking is not None or self._pending or self._has_unread:
@@ -365,10 +326,6 @@ class Session(asyncio.Protocol):
             self._fail(error)
         if len(self._pending) > MAX_PENDING:
             self.transport.pause_reading()
-
-    @property
-    def _has_unread(self) -> bool:
-        return self.transport.get_write_buffer_size() > MAX_UNREAD_BYTES
 
     def _serve_pending(self) -> None:
         """Answer requests in their order, up to the next that waits."""
@@ -384,7 +341,7 @@ class Session(asyncio.Protocol):
         except BadMessage as error:
             self._fail(error)
             return
-        if len(self._pending) <= MAX_PENDING and self._reads_replies:
+        if len(self._pending) <= MAX_PENDING and not self._has_unread:
             self.transport.resume_reading()
 
     def _fail(self, error: Exception) -> None:
@@ -392,69 +349,31 @@ class Session(asyncio.Protocol):
         self._pending.clear()
         self.transport.write(encode(Failed(str(error))))
         self.transport.close()
-        self._end_wait()
+        self._timer.cancel()
         self._timer = asyncio.get_running_loop().call_later(LAST_REPLY_S, self.transport.abort)
 
     def connection_lost(self, _exc: Exception | None) -> None:
         self._pending.clear()
-        self._end_wait()
+        self._timer.cancel()
         self._server.lose(self)
 
     def pause_writing(self) -> None:
-        self._reads_replies = False
+        self._has_unread = True
         self.transport.pause_reading()  # it reads no replies: it gets no more of them
 
     def resume_writing(self) -> None:
-        self._reads_replies = True
+        self._has_unread = False
         self._serve_pending()
 
-    def settle_wait(self) -> None:
-        """Answer this client's wait if its entry is not pending, or after its time.
-
-        Otherwise look again when the claim of the entry may have ended.
-        """
-        if self._wait is None:
-            return
-        now_s = self._server.clock()
-        pending_until_s = self._server.arena.index.pending_until_s(self._wait.digest, now_s)
-        look_s = min(self._until_s, pending_until_s)
-        if look_s <= now_s:
-            self._end_wait()
-            self.transport.write(encode(Done()))
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_later(look_s - now_s, self.settle_wait)
-
-    def _receive(self, request: Request) -> None:
-        if self.role is None:
-            if not isinstance(request, Hello):
-                raise BadMessage("the first request is no Hello")
-            self._server.welcome(self, request)
-            self.role = request.role
-            self._end_wait()
-            return
-        if self._wait is not None:
-            raise BadMessage("a request while it waits")
-        if not isinstance(request, Wait):
+    def _receive(self, request: AnyRequest) -> None:
+        if self.client.role:
             if (reply := self._server.answer(self, request)) is not None:
                 self.transport.write(encode(reply))
-            return
-        self._wait = request
-        self._server.waiting[request.digest].add(self)
-        self._until_s = self._server.clock() + request.seconds
-        self.settle_wait()
-
-    def _end_wait(self) -> None:
-        """End the wait of this client, or that for its first request."""
-        if self._wait is not None:
-            sessions = self._server.waiting[self._wait.digest]
-            sessions.discard(self)
-            if not sessions:
-                del self._server.waiting[self._wait.digest]
-            self._wait = None
-        if self._timer is not None:
+        elif isinstance(request, Hello):
+            self._server.welcome(self, request)
             self._timer.cancel()
+        else:
+            raise BadMessage("the first request is no Hello")
 
 
 def raise_open_files() -> int:

@@ -2,10 +2,10 @@
 
 import random
 import time
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, suppress
-from dataclasses import dataclass, fields, replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import chain, repeat
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -16,6 +16,7 @@ from ec_store.arena.connection import ArenaConnection, MappedArena
 from ec_store.arena.extents import Extent
 from ec_store.arena.fields import (
     claim_request,
+    encode_header,
     encode_name,
     entry_infos,
     find_request,
@@ -24,6 +25,8 @@ from ec_store.arena.fields import (
     key_digests,
     namespaces_of,
     of_each,
+    parse_header,
+    read_header,
     release_request,
 )
 from ec_store.arena.index import Refusal
@@ -31,43 +34,36 @@ from ec_store.arena.memory import Bytes, copy_in, copy_out
 from ec_store.arena.protocol import (
     Begin,
     Begun,
-    Claimed,
     Delete,
     Discard,
-    Done,
     End,
-    Find,
     GetStats,
-    Headers,
     List,
-    NamespaceList,
-    Page,
+    Message,
     Pin,
-    Pins,
     Purge,
     Read,
     Register,
-    Reply,
     Request,
     Role,
     Row,
-    Stats,
-    Wait,
 )
 from ec_store.arena.url import ArenaOptions
-from ec_store.base import Listed, MemoryStats, Store, StoreStats
+from ec_store.base import Listed, Store, StoreStats
 from ec_store.buffers import Buffers
 from ec_store.counts import Counts
-from ec_store.entry import Entry, EntryInfo, HeldEntry, encode_header, parse_header
-from ec_store.errors import CorruptEntry, EntryTooLarge, OtherFormat, StoreUnavailable
+from ec_store.entry import Entry, EntryInfo, HeldEntry
+from ec_store.errors import CorruptEntry, EntryTooLarge, StoreUnavailable
 from ec_store.keys import EntryKey
 
-R = TypeVar("R", bound=Reply)
-
-MEMORY_STATS = [each.name for each in fields(MemoryStats)]
+R = TypeVar("R", bound=Message)
 
 OTHERS_WRITE_S = 10.0
 """Time in seconds that `put` waits for another process that writes the same entry."""
+
+ASK_AGAIN_S = (0.001, 0.002, 0.005, 0.01)
+"""Delays in seconds between two requests for an entry that is being written, or comes from the
+tier; the last one is repeated."""
 
 
 class ArenaStore(Store):
@@ -101,12 +97,11 @@ class ArenaStore(Store):
         if write is None:
             return False
         try:
-            header = encode_header(key, entry, "")  # a large copy empties the core's caches
             copy_in(data, write.parts)
         except BaseException:
             write.abort()
             raise
-        return write.store(header)
+        return write.commit(entry)
 
     def begin(
         self, key: EntryKey, size_bytes: int, *, replace: bool = False
@@ -153,12 +148,10 @@ class ArenaStore(Store):
         if pin.number:
             try:
                 entry = self._pinned(key, arena, pin)
-            except OtherFormat:
-                self.connection.release(arena, pin.number)
             except CorruptEntry:
                 self.counts.add(corrupt=1)
                 try:
-                    self.connection.call(Discard(pin.number), Done, within=arena)
+                    self.connection.call(Discard(pin.number), within=arena)
                 finally:
                     self.connection.release(arena, pin.number)
             except BaseException:  # a signal
@@ -168,31 +161,31 @@ class ArenaStore(Store):
         return entry
 
     def lookup(self, keys: Sequence[EntryKey]) -> list[EntryInfo | None]:
-        return entry_infos(keys, self._ask(find_request(keys), Headers).headers)
+        return entry_infos(keys, self._ask(find_request(keys)).headers)
 
     def lease(self, keys: Sequence[EntryKey], seconds: float) -> list[EntryInfo | None]:
-        return entry_infos(keys, self._ask(find_request(keys, seconds), Headers).headers)
+        return entry_infos(keys, self._ask(find_request(keys, seconds)).headers)
 
     def claim(self, keys: Sequence[EntryKey], owner: str, seconds: float) -> list[bool]:
         """Claim entries (see `Store.claim`). A claim ends with this store's connection too."""
-        reply = self._ask(claim_request(keys, owner, seconds, find=False), Claimed)
+        reply = self._ask(claim_request(keys, owner, seconds, find=False))
         return of_each(keys, reply.held)
 
     def claim_or_find(
         self, keys: Sequence[EntryKey], owner: str, seconds: float
     ) -> list[EntryInfo | bool]:
         """Claim missing entries (see `Store.claim_or_find`), in one round trip."""
-        reply = self._ask(claim_request(keys, owner, seconds, find=True), Claimed)
+        reply = self._ask(claim_request(keys, owner, seconds, find=True))
         return found_or_claimed(keys, reply.headers, reply.held)
 
     def release(self, keys: Sequence[EntryKey], owner: str) -> None:
-        self._ask(release_request(keys, owner), Done)
+        self._ask(release_request(keys, owner))
 
     def delete(self, keys: Sequence[EntryKey]) -> int:
-        return self._ask(Delete(key_digests(keys)), Done).number
+        return self._ask(Delete(key_digests(keys))).number
 
     def purge(self, namespace: str) -> int:
-        return self._ask(Purge(encode_name(namespace)), Done).number
+        return self._ask(Purge(encode_name(namespace))).number
 
     def ls(self) -> Iterator[Listed]:
         """Yield every entry, in the order of their digests."""
@@ -201,13 +194,10 @@ class ArenaStore(Store):
 
     def verify(self, *, fix: bool = False) -> Iterator[Listed]:
         for row in self._rows():
-            listed = _listed(row)
-            if listed.skipped is None:
-                listed = replace(listed, problem=self._problem(row.digest, fix=fix))
-            yield listed
+            yield replace(_listed(row), problem=self._problem(row.digest, fix=fix))
 
     def stats(self) -> StoreStats:
-        stats = self._ask(GetStats(), Stats)
+        stats = self._ask(GetStats())
         return StoreStats(
             entries=stats.entries,
             bytes=stats.taken_bytes,
@@ -215,81 +205,47 @@ class ArenaStore(Store):
             leased=stats.leased,
             tier=None if stats.tier is None else msgspec.structs.asdict(stats.tier),
             **(self._process_counts() | {"evictions": stats.evictions}),
-            memory=MemoryStats(**{name: getattr(stats, name) for name in MEMORY_STATS}),
+            memory=stats.memory,
         )
 
     def register_namespace(self, model: str, namespace: str) -> None:
-        self._ask(Register(encode_name(model), encode_name(namespace)), NamespaceList)
+        self._ask(Register(encode_name(model), encode_name(namespace)))
 
     def namespaces(self) -> Mapping[str, str]:
-        return namespaces_of(self._ask(Register(b"", b""), NamespaceList))
+        return namespaces_of(self._ask(Register(b"", b"")))
 
     def check(self) -> None:
-        self._ask(find_request([]), Headers)
+        self._ask(find_request([]))
 
     def close(self) -> None:
         self.connection.close()
 
-    def _ask(self, request: Request, reply_type: type[R]) -> R:
-        return self.connection.call(request, reply_type)[0]
+    def _ask(self, request: Request[R]) -> R:
+        return self.connection.call(request)[0]
 
     def _begin(self, request: Begin) -> tuple[Begun, MappedArena] | None:
-        """Begin a write; return None if an entry exists that this release can read."""
-        deadline_s = time.monotonic() + OTHERS_WRITE_S
-        while True:
-            reply, arena = self.connection.call(request, Begun)
+        """Begin a write; return None if the entry exists."""
+        for _ in _attempts(OTHERS_WRITE_S):
+            reply, arena = self.connection.call(request)
             if reply.number:
                 return reply, arena
             match Refusal(reply.refusal):
                 case Refusal.THERE:
-                    if self._is_readable(request.digest):
-                        return None
-                    request = msgspec.structs.replace(request, replace=True)
-                    continue
+                    return None
                 case Refusal.TOO_LARGE:
                     raise EntryTooLarge(f"it has {request.size_bytes} bytes")
                 case Refusal.FULL:
                     raise StoreUnavailable(f"{self!r} is full: all entries are in use")
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0:
-                raise StoreUnavailable(f"another process has not written it in {OTHERS_WRITE_S} s")
-            self._wait(request.digest, left_s)
+        raise StoreUnavailable(f"another process has not written it in {OTHERS_WRITE_S} s")
 
     def _read(self, digest: bytes) -> tuple[Pin, MappedArena]:
         """Pin an entry, if it comes from the tier after that, and return the pin."""
-        deadline_s = time.monotonic() + self.options.timeout_s / 2
-        while True:
-            reply, arena = self.connection.call(Read([digest]), Pins)
+        for _ in _attempts(self.options.timeout_s / 2):
+            reply, arena = self.connection.call(Read([digest]))
             [pin] = reply.pins
-            left_s = deadline_s - time.monotonic()
-            if pin.number or not pin.header or left_s <= 0:
-                return pin, arena
-            self._wait(digest, left_s)
-
-    def _wait(self, digest: bytes, seconds: float) -> None:
-        """Wait until nothing writes or claims an entry, on a connection that no other call needs.
-
-        Raises:
-            StoreUnavailable: as `ArenaConnection.call`.
-        """
-        connection = ArenaConnection(self.options.path, "proxy", self.options.timeout_s)
-        with closing(connection):
-            connection.call(Wait(digest, seconds), Done, seconds=seconds)
-
-    def _is_readable(self, digest: bytes) -> bool:
-        """Return whether an entry is still there, and of this format."""
-        [header] = self._ask(Find([digest]), Headers).headers
-        try:
-            parse_header(header)
-        except CorruptEntry:
-            return False
-        return True
-
-    def end(self, write: "EntryWrite", header: bytes) -> bool:
-        """End a write; an empty header gives it up. Return whether the entry is stored."""
-        write.arena.writes.discard(write.number)
-        done, _ = self.connection.call(End(write.number, header), Done, within=write.arena)
-        return done.number == 1
+            if pin.number or not pin.header:
+                break
+        return pin, arena
 
     def _pinned(self, key: EntryKey, arena: MappedArena, pin: Pin) -> "PlacedEntry":
         """Return a pinned entry.
@@ -297,36 +253,35 @@ class ArenaStore(Store):
         Raises:
             CorruptEntry: it is not the entry of this key. The pin stays.
         """
-        info = parse_header(pin.header)
-        if info.key != key:
+        header = read_header(pin.header)
+        if not header.is_of(key):
             raise CorruptEntry("it is another key's entry")
-        found = arena.parts(pin.extents, info.payload_bytes)
+        found = arena.parts(pin.extents, header.payload_bytes)
         if random.random() < self.options.verify:  # noqa: S311
             _verify(found, pin.checksum)
-        kept = _Kept()
-        weakref.finalize(kept, self.connection.release, arena, pin.number)
+        kept = _Kept(self.connection, arena, pin.number)
         parts = []
         for part in found:
             viewed = part.view(_PinnedBytes)
             viewed.kept = kept
             parts.append(viewed.data.toreadonly())
-        place = HostPlace(arena.name, tuple(pin.extents), info.payload_bytes)
-        return PlacedEntry(info.dtype, info.shape, info.modality, info.metadata, place, parts)
+        place = HostPlace(arena.name, tuple(pin.extents), header.payload_bytes)
+        return PlacedEntry(
+            header.dtype, header.shape, header.modality, header.metadata, place, parts
+        )
 
     def _problem(self, digest: bytes, *, fix: bool) -> str | None:
         """Return why an entry is corrupt, and delete it with `fix`; None if it is not, or gone."""
-        reply, arena = self.connection.call(Read([digest]), Pins)
+        reply, arena = self.connection.call(Read([digest]))
         [pin] = reply.pins
         if not pin.number:
             return None
         try:
-            info = parse_header(pin.header)
-            _verify(arena.parts(pin.extents, info.payload_bytes), pin.checksum)
-        except OtherFormat:
-            return None
+            header = read_header(pin.header)
+            _verify(arena.parts(pin.extents, header.payload_bytes), pin.checksum)
         except CorruptEntry as error:
             if fix:  # this entry, and none that has replaced it
-                self.connection.call(Discard(pin.number), Done, within=arena)
+                self.connection.call(Discard(pin.number), within=arena)
             return str(error)
         else:
             return None
@@ -335,7 +290,7 @@ class ArenaStore(Store):
 
     def _rows(self) -> Iterator[Row]:
         after = b""
-        while rows := self._ask(List(after), Page).rows:
+        while rows := self._ask(List(after)).rows:
             yield from rows
             after = rows[-1].digest
 
@@ -367,7 +322,14 @@ class PlacedEntry:
 
 
 class _Kept:
-    """Object that exists as long as a pin is needed."""
+    """Object that exists as long as a pin is needed, and releases it."""
+
+    def __init__(self, connection: ArenaConnection, arena: MappedArena, number: int) -> None:
+        self._pin = connection, arena, number
+
+    def __del__(self) -> None:
+        connection, arena, number = self._pin
+        connection.release(arena, number)
 
 
 class _PinnedBytes(np.ndarray[Any, np.dtype[np.uint8]]):
@@ -384,7 +346,6 @@ class EntryWrite:
     Attributes:
         place: where other processes find it.
         parts: its bytes, in order, to be written.
-        arena, number: the memory and the number of the write, for `ArenaStore.end`.
     """
 
     def __init__(
@@ -397,7 +358,7 @@ class EntryWrite:
     ) -> None:
         self._store = store
         self._key = key
-        self.number, self.arena = begun.number, arena
+        self._number, self._arena = begun.number, arena
         self.place = HostPlace(arena.name, tuple(begun.extents), size_bytes)
         try:
             self.parts = arena.parts(begun.extents, size_bytes)
@@ -418,12 +379,13 @@ class EntryWrite:
         Raises:
             StoreUnavailable: the server is gone, or the connection was lost since `begin`.
         """
-        return self.store(encode_header(self._key, entry, ""))
-
-    def store(self, header: bytes) -> bool:
-        """Store the entry with its header; results and errors are those of `commit`."""
         try:
-            stored = self._store.end(self, header)
+            header = encode_header(self._key, entry)
+        except BaseException:  # metadata that are no JSON
+            self.abort()
+            raise
+        try:
+            stored = self._end(header)
         except StoreUnavailable:
             self._store.counts.add(drops=1)
             raise
@@ -433,7 +395,12 @@ class EntryWrite:
     def abort(self) -> None:
         """Give the write up. If the server is gone, it has ended already."""
         with suppress(StoreUnavailable):
-            self._store.end(self, b"")
+            self._end(b"")
+
+    def _end(self, header: bytes) -> bool:
+        self._arena.writes.discard(self._number)
+        end = End(self._number, header)
+        return self._store.connection.call(end, within=self._arena)[0].number == 1
 
 
 def _verify(parts: Sequence[Bytes], checksum: str) -> None:
@@ -443,12 +410,22 @@ def _verify(parts: Sequence[Bytes], checksum: str) -> None:
 
 
 def _listed(row: Row) -> Listed:
-    info, problem, skipped = None, None, None
+    info, problem = None, None
     try:
         info = parse_header(row.header)
-    except OtherFormat as error:
-        skipped = str(error)
     except CorruptEntry as error:
         problem = str(error)
     size = row.taken_bytes + len(row.header)
-    return Listed(row.digest.hex(), info, size, time.time() - row.idle_s, problem, skipped)
+    return Listed(row.digest.hex(), info, size, time.time() - row.idle_s, problem)
+
+
+def _attempts(seconds: float) -> Iterator[None]:
+    """Yield at once, and again after each delay while less than this time has passed."""
+    deadline_s = time.monotonic() + seconds
+    yield
+    for delay_s in chain(ASK_AGAIN_S, repeat(ASK_AGAIN_S[-1])):
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            return
+        time.sleep(min(delay_s, left_s))
+        yield

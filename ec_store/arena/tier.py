@@ -10,24 +10,22 @@ could read the old one. Leases and claims hold on their host too.
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from ec_store.arena.arena import Arena, Coming
-from ec_store.arena.fields import decode_name, encode_name
+from ec_store.arena.arena import Arena
+from ec_store.arena.fields import decode_name, encode_header, encode_name, parse_header
 from ec_store.arena.index import Refusal, Slot
 from ec_store.arena.memory import Bytes, copy_in, copy_out, parts_of
 from ec_store.arena.protocol import TierStats
 from ec_store.bounded import BoundedDict
 from ec_store.buffers import Buffers
 from ec_store.concurrency import Breaker, DaemonPool
-from ec_store.entry import Entry, EntryInfo, checksum, encode_header, parse_header
+from ec_store.entry import Entry, EntryInfo, checksum
 from ec_store.errors import (
     CorruptEntry,
     EntryTooLarge,
-    OtherFormat,
     StoreError,
     StoreUnavailable,
 )
@@ -110,7 +108,6 @@ class TierTransfers:
         tier: Tier,
         arena: Arena,
         memory: Bytes,
-        settle: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
         """Create the transfers; `start` begins to send.
@@ -119,14 +116,12 @@ class TierTransfers:
             tier: the tier, which `close` closes.
             arena: the arena.
             memory: its memory, mapped to write.
-            settle: called when entries have come, or do not come.
             clock: monotonic clock in seconds, that of the arena.
         """
         self.stats = arena.tier = TierStats()
         self._tier = tier
         self._arena = arena
         self._memory = memory
-        self._settle = settle
         self._clock = clock
         self._lookups = DaemonPool(LOOKUP_THREADS, "ec-tier-lookup")
         self._fetches = DaemonPool(FETCH_THREADS, "ec-tier-fetch")
@@ -138,11 +133,10 @@ class TierTransfers:
         self._running_lookups = 0
         self._fetch_bytes = 0
         self._failed: BoundedDict[bytes, float] = BoundedDict(MAX_FAILED)
-        self._queue: deque[Callable[[], Awaitable[None]]] = deque()
+        self._queue: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
         """Writes and deletions that wait, in order."""
         self._removed: set[bytes] = set()
         self._purged: list[str] = []
-        self._woken = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
@@ -191,8 +185,7 @@ class TierTransfers:
             return
         stats.queued += 1
         stats.queued_bytes += size_bytes
-        self._queue.append(partial(self._send, slot.digest, size_bytes, self._clock()))
-        self._woken.set()
+        self._queue.put_nowait(partial(self._send, slot.digest, size_bytes, self._clock()))
 
     def remove(self, digests: Sequence[bytes]) -> None:
         """Queue entries to be deleted, and abandon their fetches. They are misses from now on."""
@@ -205,8 +198,7 @@ class TierTransfers:
         names = list({digest.hex() for digest in digests})
         end = partial(self._removed.difference_update, digests)
         call = partial(self._tier.remove, names)
-        self._queue.append(partial(self._delete, call, len(digests), end))
-        self._woken.set()
+        self._queue.put_nowait(partial(self._delete, call, len(digests), end))
 
     def purge(self, name: bytes) -> None:
         """Queue a namespace to be deleted, and abandon its fetches.
@@ -225,8 +217,7 @@ class TierTransfers:
             return
         self._purged.append(namespace)
         end = partial(self._purged.remove, namespace)
-        self._queue.append(partial(self._delete, partial(self._tier.purge, namespace), 1, end))
-        self._woken.set()
+        self._queue.put_nowait(partial(self._delete, partial(self._tier.purge, namespace), 1, end))
 
     async def _look_up(self, digests: Sequence[bytes]) -> None:
         names = [digest.hex() for digest in digests]
@@ -256,47 +247,43 @@ class TierTransfers:
         if self._fetch_bytes > 0 and self._fetch_bytes + size_bytes > QUEUE_BYTES:
             self.stats.drops += 1
             return
-        namespace = encode_name(info.key.namespace)
-        slot = Slot(digest, namespace, size_bytes)
+        slot = Slot(digest, encode_name(info.key.namespace), size_bytes)
+        slot.header = encode_header(info.key, info)
         number = self._arena.index.begin(self._arena.own, slot, self._clock())
         if isinstance(number, Refusal):
             self.stats.drops += number in {Refusal.FULL, Refusal.TOO_LARGE}
             return
         self._fetch_bytes += size_bytes
-        coming = Coming(encode_header(info.key, info, ""), namespace)
-        self._arena.coming[digest] = coming
-        self._run(self._fetch(number, slot, info, coming))
+        self._arena.coming[digest] = slot
+        self._run(self._fetch(number, slot, info.key))
 
-    async def _fetch(self, number: int, slot: Slot, info: EntryInfo, coming: Coming) -> None:
+    async def _fetch(self, number: int, slot: Slot, key: EntryKey) -> None:
         copied = False
         try:
-            copied = await _on(self._fetches, partial(self._copy_in, info.key, slot, coming))
+            copied = await _on(self._fetches, partial(self._copy_in, key, slot))
             self._reading.succeeded()
         except StoreError as error:
             self._fail(self._reading, error)
         finally:
-            self._end_fetch(number, slot, coming, copied=copied)
+            self._end_fetch(number, slot, copied=copied)
 
-    def _end_fetch(self, number: int, slot: Slot, coming: Coming, *, copied: bool) -> None:
+    def _end_fetch(self, number: int, slot: Slot, *, copied: bool) -> None:
         """End the write of an entry, or give it up if it was not copied."""
         index, own, now_s = self._arena.index, self._arena.own, self._clock()
         self._fetch_bytes -= slot.size_bytes
-        if self._arena.coming.get(slot.digest) is not coming:  # it was deleted meanwhile
+        if self._arena.coming.get(slot.digest) is not slot:  # it was deleted meanwhile
             index.abort(own, number)
         else:
             del self._arena.coming[slot.digest]
-            if copied and index.commit(own, number, coming.header, now_s):
-                if coming.leased_until_s > now_s:
-                    index.lease([slot.digest], coming.leased_until_s - now_s, now_s)
+            if copied and index.commit(own, number, slot.header, now_s):
                 self.stats.fetched += 1
                 self.stats.fetched_bytes += slot.size_bytes
             elif not copied:
                 index.abort(own, number)
                 self.stats.drops += 1
                 self._failed[slot.digest] = now_s + FAILED_S
-        self._settle()
 
-    def _copy_in(self, key: EntryKey, slot: Slot, coming: Coming) -> bool:
+    def _copy_in(self, key: EntryKey, slot: Slot) -> bool:
         """Copy an entry into the memory; return False if it is not there any more.
 
         Runs on a thread. The tier has verified the bytes. A fetch that has waited for its thread
@@ -306,7 +293,7 @@ class TierTransfers:
             raise StoreUnavailable("the tier keeps failing")
         entry = self._tier.get(key)
         # Clients were told of the entry that was looked up: another one must not take its place.
-        if entry is None or encode_header(key, entry, "") != coming.header:
+        if entry is None or encode_header(key, entry) != slot.header:
             return False
         copy_in(entry.data, parts_of(self._memory, slot.extents, slot.size_bytes))
         slot.checksum = checksum(entry.data)
@@ -315,15 +302,12 @@ class TierTransfers:
     async def _send_all(self) -> None:
         """Send and delete what waits, in order, until this task is cancelled."""
         while True:
-            await self._woken.wait()
-            self._woken.clear()
-            while self._queue:
-                change = self._queue.popleft()
-                try:
-                    await change()
-                except Exception:  # what waits behind it must be sent
-                    self.stats.errors += 1
-                    logger.exception("an entry cannot be sent to the tier of the arena")
+            change = await self._queue.get()
+            try:
+                await change()
+            except Exception:  # what waits behind it must be sent
+                self.stats.errors += 1
+                logger.exception("an entry cannot be sent to the tier of the arena")
 
     async def _send(self, digest: bytes, size_bytes: int, since_s: float) -> None:
         """Send an entry that has waited since a time of the arena's clock."""
@@ -339,17 +323,14 @@ class TierTransfers:
         number, slot = pin
         try:
             sent = await _on(self._changes, partial(self._copy_out, slot))
-        except OtherFormat:
-            self.stats.drops += 1
         except CorruptEntry as error:
             self.stats.corrupt += 1
             index.discard(own, number)
             logger.warning("a corrupt entry was deleted, not sent to the tier: %s", error)
-        except EntryTooLarge:
-            self.stats.drops += 1
         except StoreError as error:
             self.stats.drops += 1
-            self._fail(self._writing, error)
+            if not isinstance(error, EntryTooLarge):
+                self._fail(self._writing, error)
         else:
             self._writing.succeeded()
             self.stats.sent += sent
@@ -357,13 +338,11 @@ class TierTransfers:
             self.stats.known += not sent
         finally:
             index.unpin(own, [number], self._clock())
-            self._settle()
 
     def _copy_out(self, slot: Slot) -> bool:
         """Send a pinned entry; return False if the tier has it. Runs on a thread.
 
         Raises:
-            OtherFormat: another release has written it.
             CorruptEntry: its header or its bytes are not those that were written.
         """
         info = parse_header(slot.header)

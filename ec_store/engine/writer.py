@@ -46,6 +46,8 @@ class Writer:
         counts: gets `saves`, `known`, `drops`, `exceptions`, `save_bytes`; observes `save_seconds`.
         queue_bytes: upper bound of the bytes that wait; above it entries are dropped. One entry may
             always wait, whatever its size.
+        asks: whether to ask the store for an entry before it is written; not a host's memory, which
+            says so when the write begins.
         done: function called on the thread with each key, and whether its entry is in the store.
         clock: monotonic clock in seconds.
     """
@@ -54,6 +56,7 @@ class Writer:
     _: KW_ONLY
     counts: Counts = field(default_factory=Counts)
     queue_bytes: int = QUEUE_BYTES
+    asks: bool = True
     done: Done = lambda _key, _stored: None
     clock: Callable[[], float] = time.monotonic
 
@@ -143,7 +146,7 @@ class Writer:
             )
 
     def _write(self, key: EntryKey, size_bytes: int, write: Write, started_s: float) -> bool:
-        if self.store.lease([key], LEASE_S)[0] is not None:
+        if self.asks and self.store.lease([key], LEASE_S)[0] is not None:
             self.counts.add(known=1)
             return True
         written = write()
@@ -154,5 +157,6 @@ class Writer:
         if written:
             self.counts.add(saves=1, save_bytes=size_bytes)
         else:
+            self.store.lease([key], LEASE_S)
             self.counts.add(known=1)
         return True

@@ -83,7 +83,13 @@ class Saver:
         self._lock = threading.Lock()
         self._outcomes: BoundedDict[str, bool] = BoundedDict(MAX_ITEMS)
         self._introduced = False
-        self._writer = Writer(store, counts=counts, queue_bytes=queue_bytes, done=self._remember)
+        self._writer = Writer(
+            store,
+            counts=counts,
+            queue_bytes=queue_bytes,
+            asks=self._host is None,
+            done=self._remember,
+        )
 
     def expect_items(
         self, items: Mapping[str, Item], encoder_cache: Mapping[str, torch.Tensor]

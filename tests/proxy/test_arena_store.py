@@ -12,7 +12,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from ec_store import Entry, EntryKey, Store, open_store
-from ec_store.arena.protocol import ClaimKeys, Find, Release, Reply, Request
+from ec_store.arena.protocol import AnyRequest, ClaimKeys, Find, Release, Reply
 from ec_store.arena.server import ArenaServer, Session
 from epd.encoder_cache.lookup import Lookup
 from tests.ec_store.arena.served import Serve, serving
@@ -60,7 +60,7 @@ from tests.support.fake_instance import decodes, encodes
 from tests.support.fleet import Fleet, Launch, until
 
 KEYS = [EntryKey(NAMESPACE, name) for name in "abc"]
-R = TypeVar("R", bound=Request)
+R = TypeVar("R", bound=AnyRequest)
 PICTURES = [image(content) for content in (b"1", b"2", b"3")]
 
 
@@ -81,13 +81,13 @@ def url(path: Path, server: ArenaServer) -> str:
 
 
 @pytest.fixture
-def requests(server: ArenaServer, monkeypatch: pytest.MonkeyPatch) -> list[Request]:
+def requests(server: ArenaServer, monkeypatch: pytest.MonkeyPatch) -> list[AnyRequest]:
     """Return the requests of the proxies, in their order."""
-    received: list[Request] = []
+    received: list[AnyRequest] = []
     answer = ArenaServer.answer
 
-    def noted(self: ArenaServer, session: Session, request: Request) -> Reply | None:
-        if session.role == "proxy":
+    def noted(self: ArenaServer, session: Session, request: AnyRequest) -> Reply | None:
+        if session.client.role == "proxy":
             received.append(request)
         return answer(self, session, request)
 
@@ -95,7 +95,7 @@ def requests(server: ArenaServer, monkeypatch: pytest.MonkeyPatch) -> list[Reque
     return received
 
 
-def of(kind: type[R], requests: list[Request]) -> list[R]:
+def of(kind: type[R], requests: list[AnyRequest]) -> list[R]:
     return [each for each in requests if isinstance(each, kind)]
 
 
@@ -104,7 +104,7 @@ def put(store: Store, key: EntryKey) -> None:
 
 
 async def test_all_items_of_a_request_are_one_message_for_each_step(
-    launch: Launch, backed: Backed, url: str, requests: list[Request]
+    launch: Launch, backed: Backed, url: str, requests: list[AnyRequest]
 ) -> None:
     async with caching(launch, backed, url) as fleet:
         assert await items_of(fleet, request(*PICTURES)) == {"encoded": 3}

@@ -10,15 +10,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
+
+import msgspec
+import uvloop
 
 from ec_store import EntryKey
 from ec_store.arena.connection import ArenaConnection, MappedArena
 from ec_store.arena.extents import ExtentAllocator
 from ec_store.arena.index import ArenaIndex
 from ec_store.arena.memory import create_memory
-from ec_store.arena.protocol import GetStats, Pin, Pins, Read, Stats
+from ec_store.arena.protocol import GetStats, Pin, Read, Stats
 from ec_store.arena.server import ArenaServer
 from ec_store.arena.sockets import bind
 from ec_store.arena.store import ArenaStore
@@ -47,13 +51,13 @@ def serving(
 
     async def serve() -> None:
         server = ArenaServer(memory, index, **options)
-        server.start(bind(path, 0o600), tier)
+        await server.start(bind(path, 0o600), tier)
         started.append(server)
         ready.set()
         await asyncio.to_thread(done.wait)
         await server.close()
 
-    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread = threading.Thread(target=lambda: uvloop.run(serve()))
     thread.start()
     try:
         assert ready.wait(10), "the server has not started"
@@ -67,7 +71,7 @@ def hashed_pin(connection: ArenaConnection, key: EntryKey) -> tuple[Pin, MappedA
     """Pin an entry when it has a checksum."""
     deadline_s = time.monotonic() + 10
     while True:
-        reply, arena = connection.call(Read([bytes.fromhex(key.digest)]), Pins)
+        reply, arena = connection.call(Read([bytes.fromhex(key.digest)]))
         [pin] = reply.pins
         if pin.checksum:
             return pin, arena
@@ -83,7 +87,7 @@ def opened(path: Path, timeout_s: float = 10) -> ArenaStore:
 def stats(path: Path) -> Stats:
     connection = ArenaConnection(str(path), "proxy", 10)
     try:
-        return connection.call(GetStats(), Stats)[0]
+        return connection.call(GetStats())[0]
     finally:
         connection.close()
 
@@ -91,7 +95,11 @@ def stats(path: Path) -> Stats:
 def until(path: Path, **expected: float) -> None:
     """Wait until the server's statistics have these values."""
     deadline_s = time.monotonic() + 10
-    while any(getattr(found := stats(path), name) != value for name, value in expected.items()):
+    while True:
+        found = stats(path)
+        numbers = {**asdict(found.memory), **msgspec.structs.asdict(found)}
+        if all(numbers[name] == value for name, value in expected.items()):
+            return
         assert time.monotonic() < deadline_s, f"{found}, expected {expected}"
         time.sleep(0.01)
 

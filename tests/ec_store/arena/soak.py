@@ -25,7 +25,7 @@ import numpy as np
 
 from ec_store import Entry, EntryKey, EntryTooLarge, Store, StoreUnavailable, open_store
 from ec_store.arena.connection import ArenaConnection
-from ec_store.arena.protocol import GetStats, Stats
+from ec_store.arena.protocol import GetStats
 from ec_store.config import size_bytes, size_text
 
 FORK = multiprocessing.get_context("fork")
@@ -152,8 +152,8 @@ def _left_in_memory(url: str) -> str:
     connection = ArenaConnection(urlsplit(url).path, "proxy", 10.0)
     until_s = time.monotonic() + END_S
     while True:
-        stats, _ = connection.call(GetStats(), Stats)
-        held = stats.pinned_bytes + stats.begun_bytes + stats.gone_bytes
+        stats, _ = connection.call(GetStats())
+        held = stats.memory.pinned_bytes + stats.memory.begun_bytes + stats.memory.gone_bytes
         if not held or time.monotonic() > until_s:
             connection.close()
             right = not held and stats.taken_bytes == kept

@@ -13,6 +13,10 @@ from tests.ec_store.contract import Opened, StoreContract
 
 
 class TestArena(StoreContract, ClaimsContract):
+    # Releases with other headers have another version of the protocol, and refuse each other.
+    test_an_entry_of_another_format_is_a_miss_and_stays = None  # type: ignore[assignment]
+    test_a_put_replaces_an_entry_of_another_format = None  # type: ignore[assignment]
+
     @pytest.fixture
     def path(self, tmp_path: Path) -> Iterator[Path]:
         path = tmp_path / "arena.sock"

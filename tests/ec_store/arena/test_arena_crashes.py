@@ -60,16 +60,11 @@ def use_keys(store: ArenaStore) -> None:
     store.register_namespace("model", "namespace")
 
 
-def wait(store: ArenaStore) -> None:
-    store._wait(bytes.fromhex(key().digest), 1.0)  # noqa: SLF001
-
-
 OPERATIONS: Mapping[str, Operation] = {
     "connect and put": lambda store: store.put(key(), ENTRY),
     "replace": lambda store: store.put(key(), ENTRY, replace=True),
     "read": read,
     "use keys": use_keys,
-    "wait": wait,
     "verify": lambda store: list(store.verify()),
 }
 
@@ -156,7 +151,7 @@ def serve(path: Path, step: int, pipe: Connection) -> None:
     async def run() -> None:
         memory = create_memory(MIB)
         server = ArenaServer(memory, ArenaIndex(ExtentAllocator(MIB, MIB // 4)))
-        server.start(bind(path, 0o600))
+        await server.start(bind(path, 0o600))
         asyncio.get_running_loop().add_reader(pipe.fileno(), arm)
         pipe.send("ready")
         await asyncio.Event().wait()

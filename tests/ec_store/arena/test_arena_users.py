@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ec_store.arena.connection import ArenaConnection
-from ec_store.arena.protocol import GetStats, Stats
+from ec_store.arena.protocol import GetStats
 from ec_store.arena.server import DESCRIPTORS_EACH, OTHER_DESCRIPTORS
 from ec_store.errors import StoreUnavailable
 from tests.ec_store.arena.served import Serve, opened
@@ -96,10 +96,10 @@ def test_one_user_takes_no_connection_from_another(path: Path) -> None:
         with ExitStack() as stack:
             for _ in range(10):
                 client = stack.enter_context(closing(ArenaConnection(str(path), "proxy", 10)))
-                client.call(GetStats(), Stats)
+                client.call(GetStats())
             by_user(use, GROUP)
             more = stack.enter_context(closing(ArenaConnection(str(path), "proxy", 10)))
             with pytest.raises(StoreUnavailable, match="user 0 has 10 connections"):
-                more.call(GetStats(), Stats)
+                more.call(GetStats())
     finally:
         served.kill()

@@ -82,7 +82,7 @@ def test_containers_share_the_memory_of_their_host(path: Path) -> None:
         reader = containers.enter_context(container(CLIENT + READER, str(path)))
         assert [said(reader), said(reader)] == ["ready", "pinned"]
 
-        assert stats(path).pinned_bytes == 2 * MIB
+        assert stats(path).memory.pinned_bytes == 2 * MIB
         tell(writer)
         assert writer.wait(10) == 0
 
@@ -97,7 +97,7 @@ def test_memory_of_a_killed_container_is_free_at_once(path: Path) -> None:
             store.put(key("b"), sized(MIB, 2))
         reader = containers.enter_context(container(CLIENT + READER, str(path)))
         assert [said(reader), said(reader)] == ["ready", "pinned"]
-        assert stats(path).pinned_bytes == 2 * MIB
+        assert stats(path).memory.pinned_bytes == 2 * MIB
         reader.kill()
 
         until(path, pinned_bytes=0, gone_bytes=0)

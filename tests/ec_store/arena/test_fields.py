@@ -1,11 +1,10 @@
-from ec_store.arena.fields import _known, entry_infos
-from ec_store.entry import KNOWN_HEADERS, encode_header
+from ec_store.arena.fields import encode_header, entry_infos
 from ec_store.keys import EntryKey
 from tests.ec_store.contract import key, sized
 
 
 def header(of: EntryKey, length: int = 100) -> bytes:
-    return encode_header(of, sized(length), "")
+    return encode_header(of, sized(length))
 
 
 def test_a_header_is_parsed_once_until_it_changes() -> None:
@@ -28,9 +27,3 @@ def test_a_header_is_of_its_own_key_alone() -> None:
     assert entry_infos([mine, other], [header(mine), header(other)])[0] == info
     assert entry_infos([mine], [header(mine)[:-1]]) == [None]
     assert entry_infos([mine], [b""]) == [None]
-
-
-def test_the_known_headers_are_bounded() -> None:
-    for n in range(2 * KNOWN_HEADERS):
-        assert entry_infos([key(str(n))], [header(key(str(n)))]) != [None]
-        assert len(_known) <= KNOWN_HEADERS

@@ -93,7 +93,6 @@ class Walk:
             return
         held = self.writes.pop(self.rng.randrange(len(self.writes)))
         replaces, old = self.replaces(held), self.there(held.digest)
-        self.index.changed.clear()
         if self.rng.random() < 0.2:
             self.index.abort(held.client, held.number)
             assert self.there(held.digest) is old
@@ -105,7 +104,6 @@ class Walk:
                 assert slot is not None
                 assert (slot.extents, slot.header) == (held.extents, b"header")
                 self.forget_pins(held.digest)
-        assert held.digest in self.index.changed
 
     def pin(self) -> None:
         client, digest = self.rng.choice(self.clients), self.rng.choice(DIGESTS)
@@ -169,13 +167,6 @@ class Walk:
         client = self.rng.choice(self.clients)
         self.index.disconnect(client)
         self.claims = {key: claim for key, claim in self.claims.items() if claim[0] is not client}
-        begun = {held.digest for held in self.writes if held.client is not client}
-        for held in self.writes:
-            if held.client is client and held.digest not in begun:
-                claimed_s = self.claims.get(held.digest, (None, None, 0.0))[2]
-                expected_s = claimed_s if self.there(held.digest) is None else 0.0
-                until_s = self.index.pending_until_s(held.digest, self.now_s)
-                assert until_s == max(self.now_s, expected_s)
         self.check()  # a device may still be copying what it held
         self.index.forget(client, self.now_s)
         self.pins = [held for held in self.pins if held.client is not client]
@@ -249,7 +240,7 @@ def test_a_renewed_lease_takes_no_further_memory() -> None:
     for second in range(100):
         index.lease([DIGESTS[0]], 60, second)
 
-    assert len(index._leases) == 1  # noqa: SLF001
+    assert len(index._leased) == 1  # noqa: SLF001
     assert len(index.leased(158)) == 1
     assert len(index.leased(159)) == 0
 
@@ -266,7 +257,7 @@ def test_the_least_recently_used_entry_is_evicted() -> None:
     index.unpin(client, [pin[0]], 6)
     put(index, client, DIGESTS[4], 7)
 
-    assert [slot.digest for slot in index.slots()] == [DIGESTS[1], DIGESTS[3], DIGESTS[4]]
+    assert [slot.digest for slot in index.slots()] == [DIGESTS[3], DIGESTS[1], DIGESTS[4]]
     assert index.evictions == 2
 
 
@@ -351,13 +342,13 @@ def test_entries_expire_in_the_order_of_their_last_use() -> None:
         number = index.begin(client, Slot(digest, b"", PAGE_BYTES), now_s)
         assert isinstance(number, int)
         index.commit(client, number, b"header", now_s)
-    index.lease([DIGESTS[0]], 5, 3)
+    index.lease([DIGESTS[0]], 25, 3)
     [pin] = index.pin(client, [DIGESTS[1]], 3)
     assert pin is not None
     index.unpin(client, [pin[0]], 20)
 
     left = []
-    for now_s in (21, 30, 31):
+    for now_s in (21, 28, 30):
         index.expire(now_s)
         left.append([slot.digest for slot in index.slots()])
-    assert left == [DIGESTS[:2], DIGESTS[:1], []]
+    assert left == [DIGESTS[:2], DIGESTS[1:2], []]

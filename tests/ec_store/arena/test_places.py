@@ -21,7 +21,7 @@ from ec_store.arena.store import ArenaStore
 from ec_store.arena.url import ArenaOptions
 from ec_store.errors import StoreUnavailable
 from tests.ec_store.arena.served import MIB, serving
-from tests.ec_store.contract import assert_same, key, sized
+from tests.ec_store.contract import assert_same, entry, key, sized
 
 KEPT = [*range(0, 6, 2), 6, 7]
 
@@ -35,7 +35,7 @@ def server(path: Path) -> Iterator[ArenaServer]:
 def stats(store: ArenaStore) -> Stats:
     """Return the server's statistics, after all releases of the store have been sent."""
     gc.collect()
-    return store.connection.call(GetStats(), Stats)[0]
+    return store.connection.call(GetStats())[0]
 
 
 def divide(store: ArenaStore) -> Entry:
@@ -54,7 +54,7 @@ def test_an_entry_in_several_extents_is_pinned_in_place(store: ArenaStore, path:
     pinned = store.pin(key("divided"))
     assert pinned is not None
     reader = ArenaConnection(str(path), "reader", 10)
-    mapped = reader.call(GetStats(), Stats)[1]
+    mapped = reader.call(GetStats())[1]
     parts = mapped.parts(pinned.place.extents, pinned.place.size_bytes)
 
     assert len(pinned.place.extents) == 3
@@ -62,16 +62,6 @@ def test_an_entry_in_several_extents_is_pinned_in_place(store: ArenaStore, path:
     assert b"".join(pinned.parts) == entry.data.tobytes()
     assert b"".join(part.tobytes() for part in parts) == entry.data.tobytes()
     reader.close()
-
-
-def test_a_pin_ends_with_its_object(store: ArenaStore) -> None:
-    store.put(key(), sized(MIB))
-    pinned = store.pin(key())
-    assert pinned is not None
-    assert stats(store).pinned_bytes == MIB
-    del pinned
-
-    assert stats(store).pinned_bytes == 0
 
 
 def test_an_entry_is_written_in_place_and_appears_at_its_commit(store: ArenaStore) -> None:
@@ -93,11 +83,19 @@ def test_an_entry_is_written_in_place_and_appears_at_its_commit(store: ArenaStor
 def test_a_write_that_is_given_up_leaves_nothing(store: ArenaStore) -> None:
     write = store.begin(key(), MIB)
     assert write is not None
-    assert stats(store).begun_bytes == MIB
+    assert stats(store).memory.begun_bytes == MIB
     write.abort()
 
     found = stats(store)
-    assert (found.begun_bytes, found.taken_bytes, found.entries) == (0, 0, 0)
+    assert (found.memory.begun_bytes, found.taken_bytes, found.entries) == (0, 0, 0)
+
+
+def test_a_write_with_metadata_that_are_no_json_leaves_nothing(store: ArenaStore) -> None:
+    with pytest.raises(TypeError):
+        store.put(key(), entry(metadata={"no JSON": object()}))
+
+    assert stats(store).memory.begun_bytes == 0
+    assert store.put(key(), entry()) is True
 
 
 def test_a_write_ends_with_the_server_it_was_begun_in(path: Path) -> None:
@@ -195,12 +193,12 @@ def test_pins_of_a_step_outlive_a_rank_and_end_with_the_engine(
         ranks[1].stdin.write("\n")
         ranks[1].stdin.flush()
         assert line(ranks[1]) == "read\n"
-        held = stats(store).pinned_bytes
+        held = stats(store).memory.pinned_bytes
         for one in (scheduler, ranks[1]):
             one.send_signal(signal.SIGKILL)
 
     assert held == MIB
     deadline_s = time.monotonic() + 10
-    while stats(store).pinned_bytes:
+    while stats(store).memory.pinned_bytes:
         assert time.monotonic() < deadline_s
         time.sleep(0.01)

@@ -318,20 +318,23 @@ def test_writer_survives_exceptions_of_entries_and_callbacks(store: Store) -> No
     assert (writer.counts["drops"], writer.counts["exceptions"]) == (1, 3)
 
 
-def test_a_present_entry_is_leased_against_eviction(store: Store) -> None:
-    key = EntryKey(NAMESPACE, "k")
-    store.put(key, entry())
-    leased: list[float] = []
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_present_entry_is_leased_against_eviction(store: Store, asks: bool) -> None:
+    store.put(EntryKey(NAMESPACE, "present"), entry())
+    leased: list[str] = []
 
     class Leasing(Paused):
         def lease(self, keys: Sequence[EntryKey], seconds: float) -> list[EntryInfo | None]:
-            leased.append(seconds)
+            assert seconds == 60
+            leased.extend(key.identifier for key in keys)
             return self.store.lease(keys, seconds)
 
     leasing = Leasing(store)
     leasing.go.set()
-    writer = Writer(leasing)
-    submit(writer, key, SIZE, entry)
+    writer = Writer(leasing, asks=asks)
+    for name in ("present", "new"):
+        submit(writer, EntryKey(NAMESPACE, name), SIZE, entry)
     writer.close()
 
-    assert (leased, writer.counts["known"]) == ([60.0], 1)
+    assert leased == (["present", "new"] if asks else ["present"])
+    assert (writer.counts["known"], writer.counts["saves"]) == (1, 1)

@@ -59,7 +59,7 @@ class Server:
     def stats(self) -> Stats:
         connection = ArenaConnection(str(self._path), "proxy", 10)
         try:
-            return connection.call(GetStats(), Stats)[0]
+            return connection.call(GetStats())[0]
         finally:
             connection.close()
 
@@ -211,19 +211,19 @@ def test_a_pin_is_held_until_every_rank_has_read_its_step(
     wait_for_places(connector, vllm, server)
     for number in range(2):
         ranks.load(vllm, empty_step(connector), number)
-    until(lambda: server.stats().pinned_bytes == 0)
+    until(lambda: server.stats().memory.pinned_bytes == 0)
     server.put(connector, "a", vllm.entry(3.0, ROWS))
     step = step_that_loads(connector, vllm, "a")
-    held = [server.stats().pinned_bytes]
+    held = [server.stats().memory.pinned_bytes]
     loaded = []
     for number in range(2):
         loaded.append(ranks.load(vllm, step, number)["a"])
         connector.build_connector_meta(SimpleNamespace(scheduled_new_reqs=[]))
-        held.append(server.stats().pinned_bytes)
+        held.append(server.stats().memory.pinned_bytes)
 
     assert held[:2] == [MIB, MIB]
     assert [one.equal(vllm.tensor(3.0, ROWS)) for one in loaded] == [True, True]
-    until(lambda: server.stats().pinned_bytes == 0)  # without another step
+    until(lambda: server.stats().memory.pinned_bytes == 0)  # without another step
 
 
 @pytest.mark.fault(96)
@@ -384,7 +384,7 @@ def test_a_device_copies_from_the_place_where_it_is_registered_and_else_through_
         device.fake.read([loaded], values)
         device.fake.finish()
         ranks.loaders[0].report_copies()
-        until(lambda: server.stats().pinned_bytes < MIB)
+        until(lambda: server.stats().memory.pinned_bytes < MIB)
         device.allowed.release()
 
     assert [sorted(one) for one in direct] == [[False] * 2, [False, True], [True] * 2]
@@ -399,16 +399,16 @@ def test_a_pin_is_held_until_the_device_has_copied_the_entry(
     wait_for_places(connector, vllm, server)
     ranks.load(vllm, empty_step(connector), 0)
     device.fake.finish()
-    until(lambda: server.stats().pinned_bytes == 0)
+    until(lambda: server.stats().memory.pinned_bytes == 0)
     server.put(connector, "a", vllm.entry(3.0, ROWS))
     step = step_that_loads(connector, vllm, "a")
     ranks.load(vllm, step, 0)
     ranks.load(vllm, empty_step(connector), 0)
-    before = server.stats().pinned_bytes
+    before = server.stats().memory.pinned_bytes
     device.fake.finish()
 
     assert before == MIB
-    until(lambda: server.stats().pinned_bytes == 0)
+    until(lambda: server.stats().memory.pinned_bytes == 0)
 
 
 class Producing:
@@ -491,7 +491,7 @@ def test_an_output_that_is_not_finite_leaves_nothing(
 
     assert (figures["saves"], figures["drops"], figures["nonfinite"]) == (1, 1, 1)
     found = server.stats()
-    assert (found.entries, found.taken_bytes, found.begun_bytes) == (1, MIB, 0)
+    assert (found.entries, found.taken_bytes, found.memory.begun_bytes) == (1, MIB, 0)
 
 
 @pytest.mark.fault(101)
@@ -517,7 +517,7 @@ def test_the_place_of_a_failed_copy_is_free_once_no_device_can_write_to_it(
             patch.setattr(streams, "synchronize", fail)
         producer.save(device.fake.tensor(torch.ones(ROWS, 256)))
         until(lambda: not producer.worker._saver._writer.waiting_bytes)  # noqa: SLF001
-    begun = server.stats().begun_bytes
+    begun = server.stats().memory.begun_bytes
     figures = producer.close()
 
     assert begun == (0 if settles else MIB)
