@@ -11,9 +11,9 @@ from aiohttp import web
 
 from epd.config import ProxyConfig
 from epd.errors import ProxyError
-from epd.media import slots
 from epd.media.fetch import CONNECT_S, SILENT_S, MediaFetcher
 from epd.media.held_bytes import HeldBytes
+from epd.media.slots import TENANT_SLOTS
 from tests.requests import data_url
 from tests.support.fake_origin import ALLOWED, FakeNames, FakeOrigin
 from tests.support.fleet import until
@@ -313,19 +313,18 @@ async def test_an_origin_that_stays_silent_is_not_waited_for_until_the_time_limi
 
 
 async def test_the_wait_for_a_slot_does_not_count_as_time_of_the_origin(
-    origin: FakeOrigin, monkeypatch: pytest.MonkeyPatch
+    origin: FakeOrigin,
 ) -> None:
     async def slow(_: web.Request) -> web.Response:
         await asyncio.sleep(1.2)
         return web.Response(body=b"picture", content_type="image/png")
 
-    monkeypatch.setattr(slots, "TENANT_SLOTS", 1)
     origin.answer = slow
     async with fetching(media_timeout_s=2) as fetcher:
-        urls = [f"{origin.url}/{number}" for number in range(2)]
+        urls = [f"{origin.url}/{number}" for number in range(TENANT_SLOTS + 1)]
         fetched = await asyncio.gather(*(fetcher.fetch(url, "image") for url in urls))
 
-    assert fetched == [PICTURE] * 2
+    assert fetched == [PICTURE] * (TENANT_SLOTS + 1)
 
 
 @pytest.mark.parametrize("status", [404, 401, 429, 500, 206, 302, 304])
