@@ -12,6 +12,7 @@ import pytest
 from tests.requests import audio_url, image, input_audio, request, text, video
 from tests.support.fake_instance import KV_PARAMS, REPLY, STREAM, encodes_without_params, refuses
 from tests.support.fleet import Launch
+from tests.support.strict_instance import KEEP
 
 
 async def test_each_item_is_one_encode_request_without_text(launch: Launch) -> None:
@@ -157,14 +158,7 @@ async def test_prefill_then_decode_with_its_kv_transfer_params(launch: Launch) -
             await reply.read()
 
         prefill, decode = fleet.p.calls[0].body, fleet.d.calls[0].body
-        assert prefill["kv_transfer_params"] == {
-            "do_remote_decode": True,
-            "do_remote_prefill": False,
-            "remote_engine_id": None,
-            "remote_block_ids": None,
-            "remote_host": None,
-            "remote_port": None,
-        }
+        assert prefill["kv_transfer_params"] == KEEP
         assert (prefill["max_tokens"], prefill["max_completion_tokens"]) == (1, 1)
         assert prefill["stream"] is False
         assert "stream_options" not in prefill

@@ -19,6 +19,7 @@ from ec_store.disk import ledger as ledgers
 from ec_store.disk.files import Folder, Modes
 from ec_store.disk.ledger import NAME, SLOT_BYTES, SLOTS, Ledger, LedgerLost, Usage
 from ec_store.disk.lock import lock
+from tests.ec_store.children import start
 from tests.ec_store.contract import key, sized
 from tests.ec_store.disk.on_disk import entries_bytes, folder_of, opened
 
@@ -89,10 +90,7 @@ def test_no_change_of_another_process_is_missing_from_a_sum_or_in_it_twice(folde
 @contextmanager
 def stopped(work: Callable[[], object]) -> Iterator[None]:
     """Run `work` in a child that stops itself."""
-    child = os.fork()
-    if child == 0:
-        work()
-        os._exit(0)
+    child = start(work)
     assert os.WIFSTOPPED(os.waitpid(child, os.WUNTRACED)[1])
     try:
         yield
