@@ -229,8 +229,6 @@ def test_the_local_prefill_instance_is_the_first_one_by_default() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"policies": "nothing"}, "there is no policy 'nothing'"),
-        ({"policies": "pd_only"}, "does nothing without"),
         ({"decode_from": "picker"}, "needs --decode-picker-url"),
         ({"local_prefill_url": "http://x:1"}, "must be one of --prefill-servers-urls"),
         ({"decode_header": "a b"}, "is not the name of a header"),

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from tests.requests import audio_url, image, input_audio, request, text, video
-from tests.support.fake_instance import KV_PARAMS, REPLY, STREAM, encodes_without_params, refuses
+from tests.support.fake_instance import KV_PARAMS, REPLY, encodes_without_params, refuses
 from tests.support.fleet import Launch
 from tests.support.strict_instance import KEEP
 
@@ -167,17 +167,6 @@ async def test_prefill_then_decode_with_its_kv_transfer_params(launch: Launch) -
         assert decode["stream_options"] == {"include_usage": True}
         assert (decode["min_tokens"], decode["max_completion_tokens"]) == (4, 8)
         assert prefill["messages"] == decode["messages"]
-
-
-async def test_the_stream_reaches_the_client_byte_for_byte(launch: Launch) -> None:
-    async with launch() as fleet:
-        body = request(image(), stream=True)
-        async with fleet.post(body) as reply:
-            content = await reply.read()
-
-        assert reply.status == 200
-        assert reply.headers["Content-Type"] == "text/event-stream; charset=utf-8"
-        assert content == b"".join(STREAM)
 
 
 @pytest.mark.parametrize("prefill", [0, 1])
