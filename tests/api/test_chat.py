@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from epd.api import items
 from epd.api.chat import CHAT
 from epd.errors import BadRequest
+from tests.requests import image, request
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
@@ -42,3 +43,14 @@ def test_any_bytes_are_read_or_refused(raw: bytes) -> None:
         CHAT.parse(raw)
     except BadRequest as error:
         assert error.status == 400
+
+
+def test_metadata_is_flat_per_item() -> None:
+    [item] = CHAT.items(request(image()))
+    part = items.metadata_part(item, {"image_grid_thw": [[1, 36, 54]], "n": [5]}, "key")
+
+    assert part == {
+        "type": "image_embeds",
+        "image_embeds": {"image_grid_thw": [1, 36, 54], "n": [5]},
+        "uuid": "key",
+    }
