@@ -131,7 +131,7 @@ class Proxy:
             return {"proxy": _by_name(text_string_to_metric_families(page))}
         await asyncio.sleep(PAGE_S)
         pages = dict(zip(self._workers(), _metrics_pages(self._process.pid), strict=False))
-        return {name: _by_name(load(found)) for name, found in pages.items()}
+        return {name: _by_name(load(orjson.loads(found))) for name, found in pages.items()}
 
     def _workers(self) -> list[str]:
         return [f"worker {number}" for number in range(1, self._count + 1)]

@@ -232,7 +232,7 @@ async def build_components(
             by_content,
         )
         app[WARMUP] = Warmup(app[PIPELINE].encode, cache)
-        app[ADMIN] = Admin(table, upstream, config, app[METRICS])
+        app[ADMIN] = Admin(table, upstream, config)
         app[JUDGE] = KeyJudge(partial(app[ADMIN].of_decode, "/v1/models"))
         app[CONVERSATIONS] = conversations
         app[TABLE] = table
@@ -257,12 +257,12 @@ async def _written_pages(
     metrics: MetricsObserver, board: Board, background: Background
 ) -> AsyncIterator[None]:
     """Write what the other workers read of this one, if there are others."""
-    if not isinstance(metrics.shown, WorkerMetrics):
+    if not isinstance(metrics.shown, WorkerMetrics) or board.pages is None:
         yield
         return
     async with (
-        background.run_task("metrics_page", metrics.shown.keep_writing),
-        background.run_task("ui_page", board.keep_writing),
+        background.run_task("metrics_page", metrics.shown.pages.keep_writing),
+        background.run_task("ui_page", board.pages.keep_writing),
     ):
         yield
 
