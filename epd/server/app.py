@@ -27,7 +27,6 @@ from epd.edge.files import Files
 from epd.edge.protocol import DIRECT
 from epd.encoder_cache.claims import Claims
 from epd.encoder_cache.client import EncoderCache
-from epd.encoder_cache.consumer_claims import ConsumerWrites
 from epd.encoder_cache.keys import Keys
 from epd.events import InstanceChanged, Observer
 from epd.media.fetch import MediaFetcher
@@ -288,7 +287,6 @@ def _encoder(  # noqa: PLR0913, PLR0917 - its collaborators
         counts,
         Placement(table, namespaces, counts, transfer.pushed),
         claims,
-        None if claims is None else ConsumerWrites(claims),
     )
 
 
