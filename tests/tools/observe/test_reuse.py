@@ -1,14 +1,29 @@
 import math
 import random
+from collections import OrderedDict
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from epd.tools.observe.reuse import HASHES, ReuseDistances
-from scripts.bench_observe import lru_hits
 
 SIZES = (1.0, 3.0, 7.0, 20.0, math.inf)
+
+
+def lru_hits(trace: list[tuple[int, float]], capacity: float) -> int:
+    """Return the hits of a least recently used cache of this capacity."""
+    cache, used, hits = OrderedDict[int, float](), 0.0, 0
+    for item, size in trace:
+        if item in cache:
+            hits += 1
+            cache.move_to_end(item)
+        else:
+            cache[item] = size
+            used += size
+        while used > capacity:
+            used -= cache.popitem(last=False)[1]
+    return hits
 
 
 def spread(item: int) -> int:
