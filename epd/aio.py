@@ -44,13 +44,21 @@ class Background:
     cannot serve without them, so `epd.workers` ends if they do not live.
     """
 
-    def __init__(self, count: Callable[[str, int], None]) -> None:
+    def __init__(
+        self,
+        count: Callable[[str, int], None],
+        *,
+        first_delay_s: float = FIRST_DELAY_S,
+        max_delay_s: float = MAX_DELAY_S,
+    ) -> None:
         """Create the runner without tasks.
 
         `count` is called with a task's name and 1 for each unexpected exception, and with 0 when
         the task starts, because Prometheus sees no increase in a series that begins at 1.
         """
         self._count = count
+        self._first_delay_s = first_delay_s
+        self._max_delay_s = max_delay_s
 
     def count_exception(self, task: str) -> None:
         """Count an unexpected exception of a task that logs it and continues."""
@@ -73,15 +81,15 @@ class Background:
         `task` is its name in the log and in the metric.
         """
         clock = asyncio.get_running_loop().time
-        delay_s = FIRST_DELAY_S
+        delay_s = self._first_delay_s
         self._count(task, 0)
         while True:
             started_s = clock()
             try:
                 await work()
             except Exception as error:  # noqa: BLE001 - every exception is logged and counted
-                if clock() - started_s >= MAX_DELAY_S:
-                    delay_s = FIRST_DELAY_S
+                if clock() - started_s >= self._max_delay_s:
+                    delay_s = self._first_delay_s
                 self.count_exception(task)
                 structlog.get_logger("epd").error(
                     "background task failed", task=task, restart_in_s=delay_s, exc_info=error
@@ -89,7 +97,7 @@ class Background:
             else:
                 return
             await asyncio.sleep(delay_s)
-            delay_s = min(2 * delay_s, MAX_DELAY_S)
+            delay_s = min(2 * delay_s, self._max_delay_s)
 
 
 @contextmanager

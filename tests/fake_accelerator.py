@@ -5,7 +5,6 @@ memory that has not been written yet. A read that comes too early does not see t
 """
 
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -224,10 +223,3 @@ class FakeAccelerator:
         """Run all work of the devices' default streams, and nothing that only others wait for."""
         for stream in self._default.values():
             stream.run()
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd.tenants import KEY, ApiKeys, KeysInvalid, Scope, Tenant, key_line, new_key, parse_keys
-
-ALICE, ALICE_2, BOB = "alice-key-0123456789", "alice-key-9876543210", "bob-key-0123456789"
+from tests.support.clients import ALICE, ALICE_2, BOB
 
 
 def lines(*pairs: tuple[str, str]) -> bytes:

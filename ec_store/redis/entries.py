@@ -24,12 +24,10 @@ replaced between two windows, even by an equal one, and a writer that an entry i
 HEAD_BYTES = 2048
 """Bytes of an entry that are read for its header; a longer header costs a second round trip."""
 
-FIRST_BYTES = 2**20
-"""Bytes that `get` reads in its first round trip: the whole of a small entry."""
-
 WINDOW_BYTES = 2**20
-"""Bytes of one reply. The allocator of Redis returns buffers of 8 MiB or more to the system at
-once, so that the kernel would clear each of them again."""
+"""Bytes of one reply: the first one has the whole of a small entry. The allocator of Redis returns
+buffers of 8 MiB or more to the system at once, so that the kernel would clear each of them again.
+"""
 
 WINDOWS = 4
 """Upper bound of the pending replies: enough to keep the connection busy, and a bound on the memory
@@ -51,7 +49,7 @@ class Beginning:
 
     Attributes:
         write_id: random bytes of its write.
-        blob: the first `FIRST_BYTES` of it, or the header if that is longer.
+        blob: the first `WINDOW_BYTES` of it, or the header if that is longer.
         left_ms: remaining time to live in milliseconds.
     """
 
@@ -157,7 +155,7 @@ class RedisEntries:
         write_id, first, left_ms = self._client.run(
             [
                 self._id(digest),
-                self._range(digest, 0, FIRST_BYTES),
+                self._range(digest, 0, WINDOW_BYTES),
                 ("PTTL", self._names.entry(digest)),
             ]
         )
@@ -173,7 +171,7 @@ class RedisEntries:
                 meanwhile.
         """
         first = beginning.blob
-        if len(first) < FIRST_BYTES:
+        if len(first) < WINDOW_BYTES:
             return decode(key, memoryview(first))
         info = info_of(key.digest, first)
         payload = self._buffers.take_buffer(info.payload_bytes)

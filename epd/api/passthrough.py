@@ -188,7 +188,7 @@ def _written_xargs(text: str) -> FormPart:
 
 
 class Score(PassedOn):
-    """vLLM's scores of pairs, each side a text or content parts."""
+    """vLLM's scores of pairs, or a ranking as of Jina and Cohere: of texts or content parts."""
 
     def items(self, body: Body) -> Iterator[MMItem]:
         for field in SCORED:
@@ -198,10 +198,6 @@ class Score(PassedOn):
                     yield from _scored(entry, (field, index))
             elif value is not None:
                 yield from _scored(value, (field,))
-
-
-class Rerank(Score):
-    """Jina's and Cohere's ranking of documents, with vLLM's content parts."""
 
 
 class Classify(Embeddings):

@@ -63,6 +63,8 @@ class Addresses:
     """Connects to hosts by name. Belongs to one event loop."""
 
     def __init__(self) -> None:
+        self.unused_s = UNUSED_S
+        self.missing_s = MISSING_S
         self._loop = asyncio.get_running_loop()
         self._known: dict[Host, _Known] = {}
         self._at_once = asyncio.Semaphore(AT_ONCE)
@@ -105,7 +107,7 @@ class Addresses:
         known.used_s = now_s
         self._known[host] = known  # the last used host is the last one
         for name, other in list(islice(self._known.items(), 2)):
-            if now_s - other.used_s > UNUSED_S and other.look_up is None:
+            if now_s - other.used_s > self.unused_s and other.look_up is None:
                 del self._known[name]
         return known
 
@@ -122,7 +124,7 @@ class Addresses:
             missing = isinstance(error, socket.gaierror) and error.errno in MISSING
             now_s = self._loop.time()
             known.missing_s = min(known.missing_s, now_s) if missing else math.inf
-            if now_s - known.missing_s >= MISSING_S:
+            if now_s - known.missing_s >= self.missing_s:
                 known.addresses.clear()
             if not known.addresses:
                 self._known.pop(host, None)

@@ -6,7 +6,7 @@ names. A lookup here is a task: it ends with its request, and takes at most `LOO
 
 import asyncio
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from ipaddress import ip_address
 from pathlib import Path
@@ -34,15 +34,34 @@ class NoAllowedAddress(OSError):
     """The policy allows none of the host's addresses."""
 
 
+@lru_cache(1)
+def resolver_of(resolv_conf: Path, _: object) -> dns.asyncresolver.Resolver:
+    """Return a resolver with the name servers and search domains of this version of a file.
+
+    Raises:
+        dns.resolver.NoResolverConfiguration: the file does not exist, or names no server.
+    """
+    resolver = dns.asyncresolver.Resolver(configure=False)
+    resolver.read_resolv_conf(resolv_conf)
+    resolver.lifetime, resolver.timeout = LOOKUP_S, TRY_S
+    return resolver
+
+
 class HostNames(AbstractResolver):
     """Resolves host names as the machine's files say. Other sources of `nsswitch.conf` are unused.
 
     `localhost` and names below it are loopback addresses, and are never asked for (RFC 6761).
     """
 
-    def __init__(self, hosts: Path = HOSTS, resolv_conf: Path = RESOLV_CONF) -> None:
+    def __init__(
+        self,
+        hosts: Path = HOSTS,
+        resolv_conf: Path = RESOLV_CONF,
+        resolver_of: Callable[[Path, object], dns.asyncresolver.Resolver] = resolver_of,
+    ) -> None:
         self._hosts = hosts
         self._resolv_conf = resolv_conf
+        self._resolver_of = resolver_of
 
     async def resolve(
         self,
@@ -84,7 +103,7 @@ class HostNames(AbstractResolver):
     async def _records(self, host: str, kind: str) -> list[str] | None:
         """Return the addresses of one family; None if no name server answered."""
         try:
-            resolver = resolver_of(self._resolv_conf, _version(self._resolv_conf))
+            resolver = self._resolver_of(self._resolv_conf, _version(self._resolv_conf))
             answer = await resolver.resolve(host, kind, search=True, raise_on_no_answer=False)
         except (dns.resolver.NXDOMAIN, dns.exception.SyntaxError, dns.exception.FormError):
             return []
@@ -134,19 +153,6 @@ def _version(path: Path) -> object:
     except OSError:
         return None
     return status.st_mtime_ns, status.st_size, status.st_ino
-
-
-@lru_cache(1)
-def resolver_of(resolv_conf: Path, _: object) -> dns.asyncresolver.Resolver:
-    """Return a resolver with the name servers and search domains of this version of a file.
-
-    Raises:
-        dns.resolver.NoResolverConfiguration: the file does not exist, or names no server.
-    """
-    resolver = dns.asyncresolver.Resolver(configure=False)
-    resolver.read_resolv_conf(resolv_conf)
-    resolver.lifetime, resolver.timeout = LOOKUP_S, TRY_S
-    return resolver
 
 
 @lru_cache(1)

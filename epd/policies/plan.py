@@ -158,6 +158,10 @@ class EncodePD:
         return Course(prefill=False) if Role.PREFILL_DECODE in facts.roles else None
 
 
+def _usual_course(facts: Facts) -> Course | None:
+    return EncodePrefillDecode().course(facts) or EncodePD().course(facts)
+
+
 @dataclass(frozen=True, slots=True)
 class PrefillDecode:
     """Skips the encode stage: prefill gets the media as received (P+D), or the PD instance does."""
@@ -176,11 +180,8 @@ class EncodeLocal:
     """
 
     def course(self, facts: Facts) -> Course | None:
-        if Role.DECODE in facts.roles:
-            return Course(encode=facts.prefills, prefill=facts.prefills, local=True)
-        if Role.PREFILL_DECODE in facts.roles:
-            return Course(prefill=False, local=True)
-        return None
+        usual = _usual_course(facts)
+        return usual and usual._replace(local=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,11 +258,8 @@ class Cost:
     encode_below_pixels: int = 0
 
     def course(self, facts: Facts) -> Course | None:
-        if Role.DECODE in facts.roles:
-            return Course(encode=facts.prefills, prefill=facts.prefills, items=self)
-        if Role.PREFILL_DECODE in facts.roles:
-            return Course(prefill=False, items=self)
-        return None
+        usual = _usual_course(facts)
+        return usual and usual._replace(items=self)
 
     def place_item(self, facts: ItemFacts) -> ItemPlace:
         if not facts.stored:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from epd.api import items
 from epd.api.chat import CHAT
 from epd.errors import BadRequest
-from tests.requests import image, input_audio, request, text
+from tests.requests import image, request
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
@@ -43,33 +43,6 @@ def test_any_bytes_are_read_or_refused(raw: bytes) -> None:
         CHAT.parse(raw)
     except BadRequest as error:
         assert error.status == 400
-
-
-def test_items_have_their_position_in_the_request() -> None:
-    body = {"messages": [{"content": "a"}, {"content": [text(), image(), input_audio()]}]}
-    found = CHAT.items(body)
-
-    assert [(item.modality, item.param_path) for item in found] == [
-        ("image", "messages[1].content[1]"),
-        ("audio", "messages[1].content[2]"),
-    ]
-
-
-def test_an_item_has_the_uuid_of_its_client() -> None:
-    found = CHAT.items(request(image(uuid="cat:1"), image(uuid=None), image()))
-
-    assert [item.uuid for item in found] == ["cat:1", None, None]
-
-
-def test_with_parts_replaces_those_parts_and_shares_the_rest() -> None:
-    body = request(text(), image(b"1"), image(b"2"), seed=1)
-    before = request(text(), image(b"1"), image(b"2"), seed=1)
-    first, second = CHAT.items(body)
-    changed = items.with_parts(body, {second: text("new")})
-
-    assert changed["messages"][0]["content"] == [text(), image(b"1"), text("new")]
-    assert changed["messages"][0]["content"][1] is first.part
-    assert body == before
 
 
 def test_metadata_is_flat_per_item() -> None:

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from epd.api.endpoint import RESERVED, Endpoint
 from epd.api.endpoints import ENDPOINTS
-from epd.api.items import EMBEDS, MODALITY, MMItem, metadata_part, raw_part, with_parts
+from epd.api.items import EMBEDS, MODALITY, MMItem, raw_part, with_parts
 from epd.errors import BadRequest, Overloaded, ProxyError
-from epd.transfer.encoded import EncodedItem, OutputFacts, consumer_body
 from tests.examples import scaled
 from tests.requests import data_url
 
@@ -117,22 +116,13 @@ def test_items_of_responses_are_found_in_messages_and_tool_outputs() -> None:
     assert items[0].media_param == "input[0].content[1].image_url"
 
 
-def test_parts_of_a_response_with_a_key_are_sent_without_their_picture() -> None:
+def test_a_picture_of_a_response_is_sent_under_the_key_of_the_proxy() -> None:
     body = read(RESPONSES, {"input": [{"role": "user", "content": [picture(uuid="own")]}]})
     [item] = RESPONSES.items(body)
     named = with_parts(body, {item: raw_part(replace(item, content_key="key"))})
-    alone = with_parts(body, {item: metadata_part(item, {"image_grid_thw": [[1, 2, 2]]}, "key")})
 
     assert named["input"][0]["content"] == [
         {"type": "input_image", "detail": "auto", "image_url": URL, "uuid": "key"}
-    ]
-    assert alone["input"][0]["content"] == [
-        {
-            "type": "input_image",
-            "detail": "auto",
-            "image_embeds": {"image_grid_thw": [1, 2, 2]},
-            "uuid": "key",
-        }
     ]
     assert body["input"][0]["content"] == [picture(uuid="own")]
 
@@ -217,21 +207,6 @@ def test_items_of_messages_are_found_in_content_and_tool_results() -> None:
     assert there == {"type": "image", "source": {"type": "url", "url": URL}}
     assert nested["source"]["url"] == "https://a/b.png"
     assert changed["messages"][0] is body["messages"][0]
-
-
-def test_a_message_is_always_sent_with_its_picture() -> None:
-    """Anthropic's messages cannot contain a key instead of the picture."""
-    body = read(
-        MESSAGES,
-        {"messages": [{"role": "user", "content": [{"type": "image", "source": BASE64}]}]},
-    )
-    [item] = MESSAGES.items(body)
-    encoded = OutputFacts({}, "0" * 64, {"image_grid_thw": [[1, 2, 2]]})
-    sent = consumer_body(body, [EncodedItem(item, encoded, "hit")], {}, raw=False)
-
-    assert not sent.depends
-    [block] = sent.body["messages"][0]["content"]
-    assert block == {"type": "image", "source": {"type": "url", "url": URL}}
 
 
 def of_message(source: Any, *, in_result: bool = False) -> list[MMItem]:

@@ -90,13 +90,6 @@ def test_one_event_in_a_chunk_is_judged_as_if_it_came_byte_by_byte(
         assert in_chunks.ended is in_bytes.ended
 
 
-def test_the_tail_of_a_broken_stream_is_held_back() -> None:
-    aligner = EventAligner()
-
-    assert aligner.feed(b'data: 1\n\ndata: {"ha') == b"data: 1\n\n"
-    assert not aligner.ended
-
-
 @pytest.mark.parametrize(
     ("stream", "ended"),
     [

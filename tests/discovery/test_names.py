@@ -22,8 +22,8 @@ from tests.support.fleet import Fleet, Launch, until
 
 @pytest.fixture
 async def server() -> AsyncIterator[NameServer]:
-    async with NameServer().running() as running:
-        yield running
+    async with NameServer().running() as server:
+        yield server
 
 
 async def test_all_addresses_of_one_family_are_found(server: NameServer) -> None:

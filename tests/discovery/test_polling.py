@@ -11,7 +11,6 @@ from typing import Any, cast
 import pytest
 from structlog.testing import capture_logs
 
-from epd import aio as module
 from epd.aio import Background
 from epd.config import ProxyConfig
 from epd.discovery.membership import membership
@@ -42,11 +41,11 @@ UNPARSABLE = "http://a\\b:80"
 
 
 class Counted(Background):
-    """Background work that counts its exceptions by task."""
+    """Background work that counts its exceptions by task, and restarts after milliseconds."""
 
     def __init__(self) -> None:
         self.failures = Counter[str]()
-        super().__init__(self._add)
+        super().__init__(self._add, first_delay_s=0.001, max_delay_s=0.5)
 
     def _add(self, task: str, count: int) -> None:
         self.failures[task] += count
@@ -55,13 +54,6 @@ class Counted(Background):
 @pytest.fixture
 def counted() -> Counted:
     return Counted()
-
-
-@pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Restart background work after milliseconds."""
-    monkeypatch.setattr(module, "FIRST_DELAY_S", 0.001)
-    monkeypatch.setattr(module, "MAX_DELAY_S", 0.5)
 
 
 async def test_work_that_raises_once_is_logged_counted_and_restarted(counted: Counted) -> None:

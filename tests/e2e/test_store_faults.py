@@ -23,6 +23,7 @@ from epd.encoder_cache.claims import WRITTEN_WITHIN_S
 from epd.tools.up.engine import Engine
 from tests.e2e.asking import PICTURES, ask, picture, unseen
 from tests.e2e.served import Served, metric, stored
+from tests.ec_store.waiting import until
 from tests.requests import Part, text
 from tests.small_disk import SmallDisk, small_disk
 from tests.support.redis_server import wait_until_whole
@@ -89,13 +90,6 @@ def encoded(stack: Served, store: Store, item: Part) -> tuple[EntryKey, Entry]:
     entry = store.get(key)
     assert entry is not None
     return key, entry
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.02)
 
 
 def settle(figures: Callable[[], object]) -> None:

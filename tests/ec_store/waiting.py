@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-WITHIN_S = 60.0
+WITHIN_S = 120.0
 
 
 def until(condition: Callable[[], object]) -> None:

@@ -204,7 +204,6 @@ async def test_a_claim_is_renewed_while_it_is_held(
 async def test_claims_are_maintained_after_an_unexpected_exception(
     backed: Backed, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("epd.aio.FIRST_DELAY_S", 0.01)
     raised: list[str] = []
 
     async def release(cache: EncoderCache, keys: Any, owner: str) -> None:

@@ -241,7 +241,7 @@ async def test_an_unused_host_name_is_dropped_from_the_address_cache(
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server:
         for kept_s in (60.0, 0.0):
-            monkeypatch.setattr("epd.http.addresses.UNUSED_S", kept_s)
+            addresses.unused_s = kept_s
             for number in range(4):
                 name, port = f"engine-{kept_s}-{number}.test", server.sockets[0].getsockname()[1]
                 with await addresses.connect(name, port):

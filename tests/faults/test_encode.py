@@ -91,7 +91,7 @@ async def test_a_failed_encode_without_local_fallback_has_x_should_retry_false(
 async def test_a_rejected_item_is_neither_retried_nor_counted_against_the_encoder(
     launch: Launch, status: int
 ) -> None:
-    async with launch(encode=2) as fleet:
+    async with launch(encode=2, encode_balance="round_robin") as fleet:
         for instance in fleet.encode:
             instance.chat = refuses(status, "no picture")
         for number in range(6):

@@ -5,6 +5,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any
 
 import dns.asyncresolver
@@ -12,7 +13,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from epd.http.addresses import Addresses
-from epd.media import names
+from epd.media import fetch, names
 from tests.discovery.name_server import NameServer
 from tests.requests import image, request, text
 from tests.support.fake_origin import ALLOWED
@@ -139,7 +140,7 @@ async def test_a_failing_lookup_is_logged_once_and_its_end_too(system: SystemNam
 
 @pytest.mark.fault(83)
 async def test_addresses_of_a_name_that_stays_missing_are_dropped(
-    system: SystemNames, monkeypatch: pytest.MonkeyPatch
+    system: SystemNames,
 ) -> None:
     addresses = Addresses()
     async with listening() as port:
@@ -147,7 +148,7 @@ async def test_addresses_of_a_name_that_stays_missing_are_dropped(
         system.error = socket.EAI_NONAME
         (await addresses.connect("engine.test", port)).close()
         await until(lambda: len(system.asked) == 2)
-        monkeypatch.setattr("epd.http.addresses.MISSING_S", 0.0)
+        addresses.missing_s = 0.0
 
         with suppress(socket.gaierror):
             while True:
@@ -178,7 +179,7 @@ async def test_media_on_silent_name_servers_disturb_no_other_request(
             system.hanging = host.endswith("silent.test")
             return system.getaddrinfo(host, *args, **more)
 
-        monkeypatch.setattr(names, "resolver_of", resolver_of)
+        monkeypatch.setattr(fetch, "HostNames", partial(names.HostNames, resolver_of=resolver_of))
         monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
         config: dict[str, Any] = ALLOWED | {
             "allowed_media_domains": ",".join(hosts),

@@ -6,8 +6,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from epd.media import slots
-from epd.media.slots import REQUEST_SLOTS
+from epd.media.slots import REQUEST_SLOTS, TENANT_SLOTS
 from tests.requests import image, request
 from tests.support.fake_origin import ALLOWED, FakeOrigin
 from tests.support.fleet import Launch, until
@@ -49,14 +48,13 @@ async def test_a_request_with_silent_origins_leaves_slots_for_others(launch: Lau
 
 @pytest.mark.fault(100)
 async def test_a_request_that_gets_no_slot_in_time_is_told_to_come_later(
-    launch: Launch, monkeypatch: pytest.MonkeyPatch
+    launch: Launch,
 ) -> None:
-    monkeypatch.setattr(slots, "TENANT_SLOTS", 1)
     connections: list[Silent] = []
     async with silent(connections) as url, launch(media_timeout_s=0.3, **ALLOWED) as fleet:
         asked = [
             asyncio.create_task(fleet.chat(request(image(f"{url}/{number}"))))
-            for number in range(3)
+            for number in range(2 * TENANT_SLOTS + 1)
         ]
         answers = [await one for one in asked]
 

@@ -2,8 +2,6 @@
 
 import os
 import threading
-import time
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,17 +22,11 @@ from ec_store.engine.tensors import (  # noqa: E402
     pinned_memory,
     to_device,
 )
+from tests.ec_store.waiting import until  # noqa: E402
 
 MIB = 2**20
 LONG = 200_000_000
 """Cycles that keep a device busy for about 0.1 s."""
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def bytes_of(values: Any) -> memoryview:

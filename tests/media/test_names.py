@@ -9,8 +9,7 @@ from pathlib import Path
 import dns.asyncresolver
 import pytest
 
-from epd.media import names
-from epd.media.names import HostNames
+from epd.media.names import HostNames, resolver_of
 from tests.discovery.name_server import NameServer
 
 
@@ -21,19 +20,12 @@ async def server() -> AsyncIterator[NameServer]:
 
 
 @pytest.fixture
-def resolv_conf(server: NameServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a file that names the server. Its port is the server's."""
-    address, _, port = server.address.rpartition(":")
+def resolv_conf(server: NameServer, tmp_path: Path) -> Path:
+    """Return a file that names the server."""
+    address = server.address.partition(":")[0]
     path = tmp_path / "resolv.conf"
     path.write_text(f"nameserver {address}\nsearch corp.test\n")
 
-    def resolver_of(path: Path, version: object) -> dns.asyncresolver.Resolver:
-        resolver = made(path, version)
-        resolver.port = int(port)
-        return resolver
-
-    made = names.resolver_of
-    monkeypatch.setattr(names, "resolver_of", resolver_of)
     return path
 
 
@@ -45,8 +37,14 @@ def hosts(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def known(resolv_conf: Path, hosts: Path) -> HostNames:
-    return HostNames(hosts, resolv_conf)
+def known(server: NameServer, resolv_conf: Path, hosts: Path) -> HostNames:
+    def resolver_with_port(path: Path, version: object) -> dns.asyncresolver.Resolver:
+        resolver = resolver_of(path, version)
+        resolver.port = int(server.address.partition(":")[2])
+        resolver.lifetime, resolver.timeout = 1.0, 0.3
+        return resolver
+
+    return HostNames(hosts, resolv_conf, resolver_with_port)
 
 
 async def addresses(resolver: HostNames, name: str) -> list[str]:
@@ -106,13 +104,6 @@ async def test_host_names_tells_a_missing_name(known: HostNames, name: str) -> N
     assert await failure(known, name) == socket.EAI_NONAME
 
 
-@pytest.fixture
-def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(names, "LOOKUP_S", 0.3)
-    monkeypatch.setattr(names, "TRY_S", 0.1)
-
-
-@pytest.mark.usefixtures("short_limits")
 @pytest.mark.parametrize("fault", ["failing", "silent"])
 async def test_host_names_tells_a_failure_of_the_name_servers(
     server: NameServer, known: HostNames, fault: str

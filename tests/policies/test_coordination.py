@@ -212,8 +212,6 @@ def test_the_local_prefill_instance_is_the_first_one_by_default() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"policies": "nothing"}, "there is no policy 'nothing'"),
-        ({"policies": "pd_only"}, "does nothing without"),
         ({"local_prefill_url": "http://x:1"}, "must be one of --prefill-servers-urls"),
         ({"decode_header": "a b"}, "is not the name of a header"),
         ({"skip_prefill_below_tokens": 2**31}, "less than or equal to 2147483647"),

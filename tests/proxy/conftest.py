@@ -1,3 +1,3 @@
-from tests.support.fixtures import backed, both, fleet, joined, keys, launch, store, url
+from tests.support.fixtures import backed, both, fleet, joined, keys, launch, origin, store, url
 
-__all__ = ["backed", "both", "fleet", "joined", "keys", "launch", "store", "url"]
+__all__ = ["backed", "both", "fleet", "joined", "keys", "launch", "origin", "store", "url"]

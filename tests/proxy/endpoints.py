@@ -13,7 +13,6 @@ from tests.support.fake_instance import RANKINGS, SCORES
 from tests.support.fleet import Fleet
 
 URL = data_url(b"picture")
-DATA = URL.partition(",")[2]
 WORDS = {"type": "input_text", "text": "?"}
 
 
@@ -25,11 +24,9 @@ def response(*parts: Any, **more: Any) -> dict[str, Any]:
     return {"model": "m", "input": [{"role": "user", "content": list(parts)}], **more}
 
 
-def block(data: str = DATA) -> dict[str, Any]:
-    return {
-        "type": "image",
-        "source": {"type": "base64", "media_type": "image/png", "data": data},
-    }
+def block() -> dict[str, Any]:
+    data = URL.partition(",")[2]
+    return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
 
 
 def linked(url: str) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from tests.support.fake_instance import (
     KV_PARAMS,
     OTHER_REPLIES,
     OTHER_STREAMS,
+    STREAM,
     decodes,
     drops,
     fails_first,
@@ -38,6 +39,8 @@ from tests.support.fake_instance import (
     streams_then,
 )
 from tests.support.fleet import Fleet, Launch, until
+
+CHAT = "/v1/chat/completions"
 
 
 def test_every_endpoint_is_asked_here() -> None:
@@ -125,10 +128,13 @@ async def test_anthropics_client_asks_counts_and_streams(fleet: Fleet) -> None:
     assert count.input_tokens == 3
 
 
-@pytest.mark.parametrize("path", OTHER_STREAMS)
-async def test_a_stream_comes_byte_by_byte(fleet: Fleet, path: str) -> None:
+@pytest.mark.parametrize(("path", "events"), {CHAT: STREAM, **OTHER_STREAMS}.items())
+async def test_a_stream_reaches_the_client_byte_for_byte(
+    fleet: Fleet, path: str, events: list[bytes]
+) -> None:
     async with fleet.http.post(fleet.url + path, json=PLAIN[path] | {"stream": True}) as reply:
-        assert await reply.read() == b"".join(OTHER_STREAMS[path])
+        assert await reply.read() == b"".join(events)
+        assert reply.headers["Content-Type"] == "text/event-stream; charset=utf-8"
 
 
 @pytest.mark.fault(39)

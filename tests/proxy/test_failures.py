@@ -5,7 +5,7 @@ from typing import Any
 
 import openai
 import pytest
-from aiohttp import ClientTimeout, web
+from aiohttp import web
 from yarl import URL
 
 from tests.requests import image, request, text
@@ -30,16 +30,13 @@ async def crashes(_: web.Request, __: dict[str, Any]) -> web.Response:
     return web.Response(status=500, text="Traceback: /secret/path")
 
 
-def check_error(
-    reply: dict[str, Any], *, code: int, kind: str | None = None, param: str | None = None
-) -> None:
+def check_error(reply: dict[str, Any], *, code: int, param: str | None = None) -> None:
     assert set(reply) == {"error"}
     error = reply["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert error["code"] == code
     assert error["param"] == param
     assert error["message"]
-    assert kind in {None, error["type"]}
     assert "/secret" not in error["message"]
     assert "127.0.0.1" not in error["message"]
 
@@ -208,13 +205,3 @@ async def test_a_body_that_does_not_come(launch: Launch) -> None:
 
         assert head.startswith(b"HTTP/1.1 408")
         assert b"x-epd-error: body_timeout" in head
-
-
-async def test_a_slow_client_does_not_time_out_the_stream(launch: Launch) -> None:
-    async with launch() as fleet:
-        fleet.d.chat = streams_then(*[chunk("x" * 1000)] * 20, b"data: [DONE]\n\n")
-        body = request(text(), stream=True)
-        url = f"{fleet.url}/v1/chat/completions"
-        async with fleet.http.post(url, json=body, timeout=ClientTimeout(total=30)) as reply:
-            await asyncio.sleep(0.3)
-            assert (await reply.read()).endswith(b"data: [DONE]\n\n")

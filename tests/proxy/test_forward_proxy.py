@@ -29,12 +29,6 @@ def no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-async def origin() -> AsyncIterator[FakeOrigin]:
-    async with FakeOrigin().running() as origin:
-        yield origin
-
-
-@pytest.fixture
 async def proxy(
     origin: FakeOrigin, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[FakeForwardProxy]:

@@ -134,9 +134,6 @@ async def test_calls_of_vllms_example_get_its_answers(launch: Launch) -> None:
             ({"role": "encode", "ec_zmq_addrs": ["tcp://d0:20001"]}, 400),
             ({"role": "chef"}, 422),
             ({"url": "no url"}, 422),
-            ({"url": "http://d0\\:8000"}, 422),
-            ({"url": "http://d0\u200b:8000"}, 422),
-            ({"url": "http://user:password@d0:8000"}, 422),
         ]
         for fields, status in cases:
             body = {"url": "http://d0:8000", "role": "prefill_decode", **fields}

@@ -35,12 +35,10 @@ async def push(
         return reply.status, await reply.json()
 
 
-async def forget(
-    fleet: Fleet, uuid: str, key: str | None = None, model: str = "m"
-) -> tuple[int, dict[str, Any]]:
+async def forget(fleet: Fleet, uuid: str, key: str | None = None) -> tuple[int, dict[str, Any]]:
     headers = bearer(key) if key else None
     target = f"{fleet.url}/v1/media/{uuid}"
-    async with fleet.http.delete(target, params={"model": model}, headers=headers) as reply:
+    async with fleet.http.delete(target, params={"model": "m"}, headers=headers) as reply:
         return reply.status, await reply.json()
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 import epd
 from tests.security.wire import ask, silent
@@ -136,15 +137,10 @@ async def test_the_admin_key_reaches_no_instance(launch: Launch, headers: dict[s
 
     engine = web.Application()
     engine.router.add_post("/start_profile", profiles)
-    runner = web.AppRunner(engine)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    try:
+    async with TestServer(engine) as server:
+        url = f"http://127.0.0.1:{server.port}"
         async with launch(decode_servers_urls=(url,), admin_api_key=ADMIN) as fleet:
             assert await status_of(fleet, "POST", "/start_profile", headers) == 200
-    finally:
-        await runner.cleanup()
 
     assert len(seen) == 1
     assert ADMIN not in seen[0]

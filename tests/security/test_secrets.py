@@ -24,7 +24,15 @@ from aiohttp import web
 from epd.tenants import key_line
 from tests.requests import image, input_audio, request, text, video
 from tests.security.wire import ask
-from tests.support.fake_instance import FakeInstance, Handler, decodes, encodes, hangs, refuses
+from tests.support.fake_instance import (
+    FakeInstance,
+    Handler,
+    decodes,
+    encodes,
+    hangs,
+    refuses,
+    streams,
+)
 from tests.support.fake_origin import FakeOrigin
 from tests.support.fleet import until
 from tests.support.programs import EPD
@@ -65,17 +73,6 @@ def says(status: int, said: bytes, **headers: str) -> Handler:
     return chat
 
 
-def streams(*events: bytes) -> Handler:
-    async def chat(request: web.Request, _: dict[str, Any]) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        for event in events:
-            await response.write(event)
-        return response
-
-    return chat
-
-
 SERVING = re.compile(r"url[\"=:]+(http://[0-9.:]+)")
 """Address in the log line that the proxy writes when it listens."""
 
@@ -97,8 +94,8 @@ MISDEEDS: dict[str, Handler] = {
     "chunks wrongly": broken(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nSECRET"),
     "compresses wrongly": says(200, b"SECRET", **{"Content-Encoding": "gzip"}),
     "hangs": hangs,
-    "streams an error": streams(b"data: " + ERROR + b"\n\n"),
-    "ends a stream": streams(b"data: SECRETdelta\n\n"),
+    "streams an error": streams([b"data: " + ERROR + b"\n\n"]),
+    "ends a stream": streams([b"data: SECRETdelta\n\n"]),
     "has another type": says(200, b"SECRET", **{"Content-Type": "SECRET/type"}),
 }
 

@@ -1,30 +1,15 @@
 """HTTP as bytes: requests that no client library sends, and a server that only listens."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 from multidict import CIMultiDict
 
+from tests.support.raw import Answer
+
 TIMEOUT_S = 60
-
-
-@dataclass(frozen=True)
-class Answer:
-    status: int
-    headers: CIMultiDict[str]
-    body: bytes
-
-    @property
-    def error(self) -> dict[str, Any]:
-        """Return the `error` object of an answer, which must have OpenAI's shape."""
-        error: dict[str, Any] = json.loads(self.body)["error"]
-        assert set(error) == {"message", "type", "param", "code"}
-        assert error["code"] == self.status
-        return error
 
 
 async def ask(

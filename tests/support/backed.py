@@ -46,7 +46,7 @@ def cache_settings(lease_s: float, budget_s: float = BUDGET_S) -> TransferSettin
 def opened_cache(url: str, config: TransferSettings, **options: Any) -> EncoderCache:
     """Return the proxy's client of a store, without a proxy: a context manager."""
     opened = partial(open_proxy_store, url)
-    return EncoderCache(opened, config, Background(lambda *_: None), **options)
+    return EncoderCache(opened, config, Background(lambda *_: None, first_delay_s=0.01), **options)
 
 
 def refresh_stores(monkeypatch: pytest.MonkeyPatch, refresh_s: float) -> None:

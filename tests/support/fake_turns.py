@@ -14,7 +14,7 @@ from typing import Any
 
 from aiohttp import web
 
-from tests.support.fake_instance import FakeInstance, page
+from tests.support.fake_instance import FakeInstance, page, streams
 
 BLOCK = 16
 PICTURE = "\ufffc" * 40
@@ -144,13 +144,10 @@ class Turns:
         chat = "messages" in body
         if not body.get("stream"):
             return web.json_response(_reply(prompt, answer, said, asked=asked, chat=chat))
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
         said = said if self.streams_params else None
-        for event in _events(prompt, answer, said, asked=asked, chat=chat):
-            await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
-        await response.write(b"data: [DONE]\n\n")
-        return response
+        events = _events(prompt, answer, said, asked=asked, chat=chat)
+        lines = [b"data: " + json.dumps(event).encode() + b"\n\n" for event in events]
+        return await streams([*lines, b"data: [DONE]\n\n"])(request, body)
 
     def _hold(self, engine: Engine, tokens: str, *, decode: bool) -> Body:
         """Keep blocks of these tokens. Decode has sampled its last token, but not computed it."""

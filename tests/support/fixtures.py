@@ -9,6 +9,7 @@ from epd.aio import Flights, Start
 from epd.tenants import key_line
 from tests.support.backed import NAMESPACE, Backed, Both
 from tests.support.clients import ALICE, ALICE_2, BOB
+from tests.support.fake_origin import FakeOrigin
 from tests.support.fleet import Fleet, Launch
 from tests.support.invariants import WatchedLaunch
 
@@ -37,6 +38,12 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
     monkeypatch.setattr(Flights, "join", joins)
     return keys
+
+
+@pytest.fixture
+async def origin() -> AsyncIterator[FakeOrigin]:
+    async with FakeOrigin().running() as running:
+        yield running
 
 
 @pytest.fixture

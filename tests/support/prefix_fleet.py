@@ -59,14 +59,13 @@ def prompt(system: str, pictures: Sequence[str], own: str) -> Prefix:
     return Prefix(chain.links, chain.ends)
 
 
-def groups(gap_s: float, seed: int = 1) -> list[Asked]:
+def groups(gap_s: float) -> list[Asked]:
     """Return requests of groups that share a system prompt and pictures.
 
     Args:
         gap_s: mean time between two requests of a group, in seconds.
-        seed: seed of the times.
     """
-    chance, asked = random.Random(seed), list[Asked]()  # noqa: S311 - the same at every run
+    chance, asked = random.Random(1), list[Asked]()  # noqa: S311 - the same at every run
     whole_s = GROUPS * PER_GROUP / RATE
     for group in range(GROUPS):
         at_s = chance.uniform(0, whole_s)
@@ -78,9 +77,9 @@ def groups(gap_s: float, seed: int = 1) -> list[Asked]:
     return sorted(asked)
 
 
-def popular(share: float, count: int, seed: int = 1) -> list[Asked]:
+def popular(share: float, count: int) -> list[Asked]:
     """Return requests of which this share has one picture; all others have their own."""
-    chance = random.Random(seed)  # noqa: S311 - the same at every run
+    chance = random.Random(1)  # noqa: S311 - the same at every run
     return [
         Asked(
             number / RATE,

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,7 @@ async def connected(url: str) -> AsyncIterator[Connection]:
 @dataclass(frozen=True)
 class Answer:
     status: int
-    headers: dict[str, str]
+    headers: Mapping[str, str]
     body: bytes
     version: str = "HTTP/1.1"
 
@@ -34,7 +34,7 @@ class Answer:
         error = json.loads(self.body)["error"]
         assert set(error) == {"message", "type", "param", "code"}
         assert error["code"] == self.status
-        assert {"x-request-id", "x-epd-stage", "x-epd-error"} <= set(self.headers)
+        assert all(name in self.headers for name in ("x-request-id", "x-epd-stage", "x-epd-error"))
         assert self.headers["content-type"].startswith("application/json")
         return {**error, "slug": self.headers["x-epd-error"]}
 

@@ -13,7 +13,7 @@ from typing import Any
 from aiohttp import web
 
 from tests.requests import Part
-from tests.support.fake_instance import ENCODE_TEXT, FakeInstance, Handler
+from tests.support.fake_instance import ENCODE_TEXT, FakeInstance, Handler, streams
 from tests.support.fake_turns import Turns
 from tests.support.fleet import Fleet
 from tests.support.strict_encode import Folder, Memory, Pushes, Strict, all_parts, features_of
@@ -177,11 +177,7 @@ class StrictFleet:
         whole, events = self._answers(request.path, body)
         if not body["stream"]:
             return web.json_response(whole)
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        for event in events:
-            await response.write(event)
-        return response
+        return await streams(events)(request, body)
 
     def _answer(self, body: Body) -> str:
         """Return an answer that contains the whole prompt, and so fits only this request."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from tests.support.fake_instance import OTHER_REPLIES, OTHER_STREAMS, REPLY, STREAM, FakeInstance
 from tests.support.fleet import Fleet, Launch
@@ -307,13 +308,8 @@ class MooncakeWire(Wire):
 
         app = web.Application()
         app.router.add_get("/query", query)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        try:
-            yield f"127.0.0.1:{runner.addresses[0][1]}"
-        finally:
-            await runner.cleanup()
+        async with TestServer(app) as server:
+            yield f"127.0.0.1:{server.port}"
 
     def answer(self, n: int) -> web.StreamResponse:
         """Return the answer of a bootstrap server."""

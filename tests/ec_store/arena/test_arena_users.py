@@ -2,7 +2,6 @@
 
 import os
 import tempfile
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -14,6 +13,7 @@ from ec_store.arena.protocol import GetStats
 from ec_store.arena.server import DESCRIPTORS_EACH, OTHER_DESCRIPTORS
 from ec_store.errors import StoreUnavailable
 from tests.ec_store.arena.served import Serve, opened
+from tests.ec_store.children import ended, start
 from tests.ec_store.contract import assert_same, key, sized
 
 GROUP = 54320
@@ -34,20 +34,7 @@ def path() -> Iterator[Path]:
 
 def by_user(call: Callable[[], object], *groups: int) -> None:
     """Run a call in a child of another user."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            os.setgroups(groups)
-            os.setgid(USER)
-            os.setuid(USER)
-            call()
-            status = 0
-        except BaseException:  # noqa: BLE001 - the parent checks the exit status
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert ended(start(call, USER, groups)) == 0
 
 
 @pytest.mark.parametrize(("mode", "groups"), [("0600", [GROUP]), ("0660", []), ("0660", [7])])

@@ -20,6 +20,7 @@ from ec_store.disk import lock as locks
 from ec_store.disk.files import Folder
 from ec_store.disk.ledger import NAME, LedgerLost, Usage
 from ec_store.disk.lock import lock, try_lock
+from tests.ec_store.children import start
 from tests.ec_store.contract import key, sized
 from tests.ec_store.disk.on_disk import entries_bytes, folder_of, opened
 
@@ -121,10 +122,7 @@ def test_correction_is_exact_or_too_small_and_never_in_the_wrong_direction(  # n
 @contextmanager
 def stopped(work: Callable[[], object]) -> Iterator[None]:
     """Run `work` in a child that stops itself."""
-    child = os.fork()
-    if child == 0:
-        work()
-        os._exit(0)
+    child = start(work)
     assert os.WIFSTOPPED(os.waitpid(child, os.WUNTRACED)[1])
     try:
         yield

@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import shutil
 import tempfile
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -14,6 +13,7 @@ import pytest
 
 from ec_store import StoreUnavailable
 from ec_store.disk.store import SharedDiskStore
+from tests.ec_store.children import ended, start
 from tests.ec_store.contract import assert_same, key, sized
 
 GROUP = 54320
@@ -45,31 +45,8 @@ def opened(root: Path, query: str = SHARED) -> SharedDiskStore:
     return SharedDiskStore.from_url(f"{root.as_uri()}?{query}")
 
 
-def start(user: int, call: Callable[[], object], groups: tuple[int, ...] = (GROUP,)) -> int:
-    """Run a call as a user in a child process with a umask that keeps its files private."""
-    child = os.fork()
-    if child:
-        return child
-    status = 1
-    try:
-        os.setgroups(groups)
-        os.setgid(user)
-        os.setuid(user)
-        os.umask(0o077)
-        call()
-        status = 0
-    except BaseException:  # noqa: BLE001 - the parent checks the exit status
-        traceback.print_exc()
-    finally:
-        os._exit(status)
-
-
-def ended(child: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 def by(user: int, call: Callable[[], object], groups: tuple[int, ...] = (GROUP,)) -> None:
-    assert ended(start(user, call, groups)) == 0
+    assert ended(start(call, user, groups)) == 0
 
 
 def test_users_of_a_group_use_each_others_entries(root: Path) -> None:
@@ -148,7 +125,7 @@ def test_users_at_once_fill_and_evict_one_store(root: Path) -> None:
             assert store.stats().corrupt == 0
 
     started = multiprocessing.get_context("fork").Barrier(4)
-    children = [start(USERS[n % 2], partial(work, n)) for n in range(4)]
+    children = [start(partial(work, n), USERS[n % 2], (GROUP,)) for n in range(4)]
 
     assert [ended(child) for child in children] == [0] * 4
 
@@ -183,7 +160,7 @@ def test_put_uses_an_empty_folder_that_another_user_created_again(
     context = multiprocessing.get_context("fork")
     removed, created = context.Barrier(2), context.Barrier(2)
     by(USERS[0], lambda: opened(root).stats())
-    children = [start(USERS[0], put), start(USERS[1], create)]
+    children = [start(put, USERS[0], (GROUP,)), start(create, USERS[1], (GROUP,))]
 
     assert [ended(child) for child in children] == [0, 0]
 

@@ -12,7 +12,8 @@ torch = pytest.importorskip("torch", reason="torch is not installed: scripts/tes
 from ec_store.engine import tensors  # noqa: E402 - only with torch
 from ec_store.engine.tensors import HostCopies, Output, to_device  # noqa: E402
 from tests.ec_store.conftest import NoThreads  # noqa: E402
-from tests.fake_accelerator import FakeAccelerator, until  # noqa: E402
+from tests.ec_store.waiting import until  # noqa: E402
+from tests.fake_accelerator import FakeAccelerator  # noqa: E402
 
 VALUES = torch.arange(4096, dtype=torch.float32).reshape(16, 256)
 SIZE = VALUES.nbytes

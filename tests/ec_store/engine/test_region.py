@@ -23,7 +23,8 @@ from ec_store.engine.region import (  # noqa: E402
 from ec_store.engine.slots import ALIGNMENT  # noqa: E402
 from ec_store.engine.tensors import Loader, to_device  # noqa: E402
 from ec_store.memory_left import SPARE_BYTES  # noqa: E402
-from tests.fake_accelerator import FakeAccelerator, until  # noqa: E402
+from tests.ec_store.waiting import until  # noqa: E402
+from tests.fake_accelerator import FakeAccelerator  # noqa: E402
 
 DATA = memoryview(bytes(range(256)) * 64)
 SIZE = DATA.nbytes

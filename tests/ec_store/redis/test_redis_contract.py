@@ -71,7 +71,6 @@ def redis_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sequence
 @pytest.fixture
 def tiny_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make reads so small that small entries need many."""
-    monkeypatch.setattr(entries, "FIRST_BYTES", 1024)
     monkeypatch.setattr(entries, "WINDOW_BYTES", 1024)
 
 

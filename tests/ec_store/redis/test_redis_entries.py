@@ -45,7 +45,6 @@ def store(server: RedisServer, client: Any) -> Iterator[RedisStore]:
 @pytest.fixture
 def tiny_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make reads so small that small entries need many."""
-    monkeypatch.setattr(entries, "FIRST_BYTES", 64)
     monkeypatch.setattr(entries, "WINDOW_BYTES", 64)
 
 
@@ -88,8 +87,7 @@ def test_get_of_an_entry_of_exactly_the_first_window(
     kept = sized(1000)
     store.put(key(), kept)
     size = len(encode_header(key(), kept, checksum(kept.data))) + 1000
-    monkeypatch.setattr(entries, "FIRST_BYTES", size - 1 + extra)
-    monkeypatch.setattr(entries, "WINDOW_BYTES", 64)
+    monkeypatch.setattr(entries, "WINDOW_BYTES", size - 1 + extra)
 
     assert_same(kept, store.get(key()))
     assert round_trips(monkeypatch, lambda: store.get(key())) == (1 if extra else 2)
@@ -140,7 +138,6 @@ def test_a_truncated_value_is_a_miss(
     store: RedisStore, client: Any, monkeypatch: pytest.MonkeyPatch, windows: int
 ) -> None:
     if windows:
-        monkeypatch.setattr(entries, "FIRST_BYTES", 64)
         monkeypatch.setattr(entries, "WINDOW_BYTES", 64)
     store.put(key(), sized(100))
     value = client.get(name_of(key()))

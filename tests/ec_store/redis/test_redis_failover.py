@@ -16,6 +16,7 @@ from ec_store.redis.connection import Node
 from ec_store.redis.store import RedisStore
 from ec_store.redis.url import redis_options
 from tests.ec_store.contract import assert_same, key, sized
+from tests.ec_store.waiting import until
 from tests.support.redis_server import Certificates, RedisServer, StartCluster, has_tls
 from tests.support.relay import Relay
 
@@ -54,7 +55,7 @@ def used(store: RedisStore) -> Iterator[None]:
         def go_on() -> None:
             """Wait until each thread has made some more turns, or one has failed."""
             due = [done + TURNS for done in turns]
-            wait_until(
+            until(
                 lambda: (
                     any(worker.done() for worker in workers)
                     or all(done >= least for done, least in zip(turns, due, strict=True))
@@ -69,13 +70,6 @@ def used(store: RedisStore) -> Iterator[None]:
             stop.set()
         for worker in workers:
             worker.result()
-
-
-def wait_until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def answers(store: RedisStore) -> bool:
@@ -103,7 +97,7 @@ def master(tmp_path: Path) -> Iterator[RedisServer]:
 @pytest.fixture
 def replica(tmp_path: Path, master: RedisServer) -> Iterator[RedisServer]:
     with RedisServer(tmp_path / "replica", {"replicaof": f"127.0.0.1 {master.port}"}) as server:
-        wait_until(lambda: server.command("ROLE")[3] == b"connected")
+        until(lambda: server.command("ROLE")[3] == b"connected")
         yield server
 
 
@@ -118,7 +112,7 @@ def test_a_promoted_replica_serves_the_entries(
     ):
         store.put(key("before"), sized(2 * MIB, 1))
         with used(store):
-            wait_until(lambda: has(replica, "before"))
+            until(lambda: has(replica, "before"))
             replica.command("REPLICAOF", "NO", "ONE")
             address.target = replica
             if how == "killed":
@@ -177,7 +171,7 @@ def test_calls_after_a_close_leave_no_connection_to_any_node(start_cluster: Star
             store.close()
             assert store.lookup(keys) == [None] * KEYS
 
-            wait_until(lambda: [len(client.client_list()) for client in clients] == before)
+            until(lambda: [len(client.client_list()) for client in clients] == before)
 
 
 @pytest.mark.fault(19)
@@ -190,14 +184,14 @@ def test_a_cluster_serves_through_a_change_of_masters(start_cluster: StartCluste
         with RedisStore.from_url(url) as store:
             with used(store):
                 replica.command("CLUSTER", "FAILOVER")
-                wait_until(lambda: is_master(replica) and is_up(servers))
+                until(lambda: is_master(replica) and is_up(servers))
             check(store, keys)
             assert replica.command("DBSIZE") > 5
 
-            wait_until(lambda: not is_master(first) and first.command("ROLE")[3] == b"connected")
+            until(lambda: not is_master(first) and first.command("ROLE")[3] == b"connected")
             with used(store):
                 replica.kill()
-                wait_until(lambda: is_master(first) and is_up(servers))
+                until(lambda: is_master(first) and is_up(servers))
             check(store, keys)
 
 
@@ -247,7 +241,7 @@ def test_an_answer_byte_by_byte_has_the_timeout_of_no_answer(tmp_path: Path, tls
             url = address.url(f"timeout=500ms&{ca}", scheme)
             with RedisStore.from_url(url) as store:
                 if name != "stats":  # the connection of `stats` must be the slow one
-                    wait_until(partial(answers, store))
+                    until(partial(answers, store))
                 address.answers.bytes_per_s = 3
                 # A timeout per read would never expire, since each read returns some bytes.
                 with pytest.raises(StoreUnavailable):

@@ -20,6 +20,7 @@ from ec_store.redis import client
 from ec_store.redis.connection import Node
 from ec_store.redis.store import RedisStore
 from ec_store.redis.url import redis_options
+from tests.ec_store.children import ended, start
 from tests.ec_store.contract import assert_same, key, sized
 from tests.support.redis_server import RedisServer, StartCluster, free_port
 
@@ -264,41 +265,30 @@ def test_a_forked_child_opens_its_own_connections(store: RedisStore) -> None:
     for n, each in enumerate(keys):
         store.put(each, sized(1000, n))
 
-    def check() -> bool:
-        return all(
-            (found := store.get(each)) is not None and found.data == sized(1000, n).data
-            for _ in range(20)
-            for n, each in enumerate(keys)
-        )
+    def check() -> None:
+        for _ in range(20):
+            for n, each in enumerate(keys):
+                assert_same(sized(1000, n), store.get(each))
 
-    child = os.fork()
-    if child == 0:
-        try:
-            os._exit(0 if check() else 1)
-        finally:
-            os._exit(2)
-    assert check()
-    _, status = os.waitpid(child, 0)
+    child = start(check)
+    check()
 
-    assert os.waitstatus_to_exitcode(status) == 0
+    assert ended(child) == 0
     assert store.stats().corrupt == 0
 
 
 def test_a_fork_while_a_thread_takes_memory_for_an_entry_does_not_hang_in_the_child(
     store: RedisStore,
 ) -> None:
+    def get() -> None:
+        signal.alarm(10)
+        assert store.get(key()) is not None
+
     store.put(key(), sized(4 * MIB))
     with store._entries._buffers._lock.mutex:  # noqa: SLF001 - held as if by a thread of the parent
-        child = os.fork()
-        if child == 0:
-            try:
-                signal.alarm(10)
-                os._exit(0 if store.get(key()) is not None else 1)
-            finally:
-                os._exit(2)
-    _, status = os.waitpid(child, 0)
+        child = start(get)
 
-    assert os.waitstatus_to_exitcode(status) == 0
+    assert ended(child) == 0
 
 
 @pytest.mark.fault(19)

@@ -48,6 +48,7 @@ from ec_store.vllm_connector.namespace import layout_of, namespace_of
 from ec_store.vllm_connector.widths import Widths
 from ec_store.vllm_connector.worker import Learner, Saver, StepMetadata, is_writer, load, reader
 from scripts.forked import inspect_in_process
+from tests.ec_store.waiting import until
 
 TOKENS, WIDTH = 4, 256
 
@@ -306,10 +307,7 @@ class OneProcess:
 
     def settle(self, request: Request) -> None:
         """Wait until the request may be scheduled."""
-        deadline = time.monotonic() + 60
-        while not self.scheduler.ensure_cache_available(request, 0):
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
+        until(lambda: self.scheduler.ensure_cache_available(request, 0))
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import pytest
 from ec_store import EntryKey, memory_left, open_store
 from tests.ec_store.conftest import NoThreads
 from tests.ec_store.vllm_connector.steps import Connect
+from tests.ec_store.waiting import until
 
 
 @pytest.mark.parametrize(
@@ -111,10 +112,7 @@ def step_that_loads(connector: Any, vllm: Any, url: str, name: str, rows: int) -
         store.put(EntryKey(connector.namespace, name), vllm.entry(3.0, rows))
     request = vllm.request(vllm.feature(name, media=False, tokens=rows))
     request.request_id = name
-    deadline = time.monotonic() + 60
-    while not connector.ensure_cache_available(request, 0):
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+    until(lambda: connector.ensure_cache_available(request, 0))
     connector.update_state_after_alloc(request, 0)
     step = connector.build_connector_meta(SimpleNamespace(scheduled_new_reqs=[request]))
     connector.request_finished(request)

@@ -6,13 +6,11 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from unittest.mock import patch
 
 import orjson
 import pytest
 
 from epd.tools.bench.runs import machine
-from scripts.overhead.__main__ import main
 from tests.paths import ROOT
 from tests.tools.up.processes import left, marked, new_mark, processes_of
 
@@ -34,12 +32,6 @@ web.run_app(app, host="127.0.0.1", port=int(sys.argv[1]), print=None)
 """
 """Server that is healthy and does nothing else."""
 
-DIES = """
-    import asyncio, os
-    asyncio.get_running_loop().call_later(0.5, os._exit, 3)
-    return web.Response()
-""".strip()
-
 
 OVERHEAD = (sys.executable, "-m", "scripts.overhead", "--rounds", "1")
 
@@ -54,14 +46,6 @@ def bench(
         text=True,
         check=False,
     )
-
-
-def refused(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
-    """Return the error for invalid flags; the command must exit before it starts anything."""
-    with pytest.raises(SystemExit) as ended, patch("sys.argv", ["overhead", *flags]):
-        main()
-    assert ended.value.code == 2
-    return capsys.readouterr().err
 
 
 OURS = machine()["cpu"]
@@ -129,15 +113,6 @@ def test_records_of_other_processors_count_if_this_one_has_none(tmp_path: Path) 
     assert slower == ["text-json"]
 
 
-def test_a_contender_that_ends_is_named_with_its_last_words() -> None:
-    dead = "dead=python -c 'raise SystemExit(\"why\")'"
-    done = bench("--scenario", "text-json", "--against", dead)
-
-    assert done.returncode == 1
-    assert "dead ended with code 1" in done.stderr
-    assert "why" in done.stderr
-
-
 def test_a_contender_that_refuses_requests_is_no_success(tmp_path: Path) -> None:
     script = tmp_path / "healthy.py"
     script.write_text(HEALTHY)
@@ -146,43 +121,6 @@ def test_a_contender_that_refuses_requests_is_no_success(tmp_path: Path) -> None
 
     assert done.returncode == 1
     assert "requests failed" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (("--rounds", "0"), "must be positive"),
-        (("--scenario", "nonsense"), "invalid choice"),
-        (("--against", "x"), "not of the form"),
-        (("--against", "a/b=x"), "not of the form"),
-        (("--check", "x.json"), "--check needs --against relay=COMMAND"),
-    ],
-)
-def test_invalid_flags_are_reported_in_one_line(
-    capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], message: str
-) -> None:
-    assert message in refused(capsys, *flags)
-
-
-def test_a_record_without_the_measured_scenario_is_an_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = record(tmp_path / "recorded.json", 1.0, scenario="a")
-    flags = ("--scenario", "text-json", *BASELINE, "--check", file)
-
-    assert "has no scenario of this run" in refused(capsys, *flags)
-
-
-def test_a_contender_that_cannot_be_started_leaves_no_other() -> None:
-    mark = new_mark()
-    done = bench(
-        "--scenario", "text-json", "--against", "x=/nonexistent/program", environ=marked(mark)
-    )
-
-    assert done.returncode == 1
-    assert "'/nonexistent/program'" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert left(mark, 0) == {}
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
@@ -208,14 +146,3 @@ def folders_of(mark: str) -> set[str]:
     """Return the store folders of the processes with this mark."""
     found = (re.search(r"/\S+/epd-bench-\w+", it) for it in processes_of(mark).values())
     return {it[0].removeprefix("//") for it in found if it}
-
-
-def test_a_contender_that_ends_while_it_is_measured_is_named(tmp_path: Path) -> None:
-    script = tmp_path / "dying.py"
-    script.write_text(HEALTHY.replace("return web.Response()", DIES))
-    dying = f"dying={sys.executable} {script} {{port}}"
-    done = bench("--scenario", "text-json", "--against", dying)
-
-    assert done.returncode == 1
-    assert "dying ended with code 3" in done.stderr
-    assert "Traceback" not in done.stderr

@@ -1,12 +1,10 @@
 from base64 import b64decode
-from io import BytesIO
 from itertools import islice
 
 import orjson
 import pytest
-from PIL import Image
 
-from scripts.overhead.scenarios import SCENARIOS, Bodies, Scenario, png
+from scripts.overhead.scenarios import SCENARIOS, Bodies, Scenario
 
 SMALL = [one for one in SCENARIOS if one.picture_bytes < 5_000_000]
 
@@ -41,8 +39,3 @@ def test_pictures_are_reused_at_the_rate_of_the_scenario() -> None:
     sent = [pictures(body)[0] for body in islice(Bodies(scenario, 1), 2000)]
 
     assert 150 < len(set(sent)) < 250
-
-
-def test_a_picture_has_a_readable_size() -> None:
-    with Image.open(BytesIO(png(100_000))) as picture:
-        assert picture.size == (1000, 1000)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from epd.__main__ import main
 from epd.tools.bench import serve
@@ -228,12 +229,8 @@ class TestBeforeItBegins:
 
         app = web.Application()
         app.router.add_get("/v1/models", page)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        port = runner.addresses[0][1]
-        code, _, err = await bench("--url", f"http://127.0.0.1:{port}", *flags)
-        await runner.cleanup()
+        async with TestServer(app) as server:
+            code, _, err = await bench("--url", f"http://127.0.0.1:{server.port}", *flags)
 
         assert code == 1
         assert "its answer is not JSON" in err
