@@ -205,11 +205,15 @@ OF_TESTS: Mapping[str, Sequence[Spec]] = {
     "test_entries_come_and_go_while_requests_want_them": [ON_DISK, ON_CLUSTER],
     "test_requests_survive_a_stop_and_a_restart_of_a_redis_cluster": [ON_CLUSTER],
     "test_one_rank_of_the_encode_engine_writes": [ON_CLUSTER],
+    "test_every_answer_is_right_while_the_memorys_server_ends_and_hangs": [
+        *IN_MEMORY,
+        SHARDED_IN_MEMORY,
+    ],
     "test_memory_of_killed_engines_is_free_and_the_others_answer": IN_MEMORY[:1],
     "test_all_ranks_of_a_consumer_read_the_memory_of_their_host": [SHARDED_IN_MEMORY],
     # Differences with a separate prefill engine.
     "test_small_picture_is_encoded_by_its_consumer_and_found_by_the_next_request": SAVING,
-    "test_a_client_that_leaves_stops_the_engine": [ON_DISK, ON_CLUSTER],
+    "test_a_client_that_leaves_stops_the_engine": [ON_DISK, ON_CLUSTER, SERVERS],
     "test_a_response_about_a_picture_is_the_engines_own": [ON_DISK, ON_CLUSTER, SERVERS],
     "test_a_message_about_a_picture_is_the_engines_own": [ON_DISK, ON_CLUSTER, SERVERS],
     "test_a_completion_is_the_engines_own": [ON_DISK, ON_CLUSTER],

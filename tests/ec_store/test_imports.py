@@ -31,13 +31,29 @@ def run(code: str, *arguments: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def is_of_engine(name: str) -> bool:
-    return name.startswith(("ec_store.vllm_connector", "ec_store.engine"))
+def needs_vllm(name: str) -> bool:
+    return name.startswith("ec_store.vllm_connector")
+
+
+def needs_torch(name: str) -> bool:
+    return name.startswith("ec_store.engine")
 
 
 def test_store_and_its_backends_import_without_aiohttp() -> None:
-    names = [name for name in modules() if name not in SERVER and not is_of_engine(name)]
+    names = [
+        name
+        for name in modules()
+        if name not in SERVER and not needs_vllm(name) and not needs_torch(name)
+    ]
     assert {"ec_store.disk.store", "ec_store.redis.store", "ec_store.arena.store"} <= {*names}
+
+    assert run(f"{NO_AIOHTTP}import {', '.join(names)}\nprint('ok')") == "ok\n"
+
+
+@pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
+def test_part_for_engines_imports_without_aiohttp() -> None:
+    names = [name for name in modules() if needs_torch(name)]
+    assert "ec_store.engine.fetcher" in names
 
     assert run(f"{NO_AIOHTTP}import {', '.join(names)}\nprint('ok')") == "ok\n"
 
@@ -45,7 +61,7 @@ def test_store_and_its_backends_import_without_aiohttp() -> None:
 @pytest.mark.full
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 def test_connector_imports_no_aiohttp() -> None:
-    names = [name for name in modules() if is_of_engine(name)]
+    names = [name for name in modules() if needs_vllm(name)]
     assert "ec_store.vllm_connector.connector" in names
 
     assert run(f"{NOT_FROM_THE_STORE}import {', '.join(names)}\nprint('ok')").endswith("ok\n")

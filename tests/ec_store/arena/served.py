@@ -193,11 +193,16 @@ class Serve:
         max_bytes: int = 16 * MIB,
         mode: str = "0600",
         open_files: tuple[int, int] | None = None,
+        group: Path | None = None,
     ) -> None:
-        """Describe a process; `open_files` are its soft and its hard limit."""
+        """Describe a process.
+
+        `open_files` are its soft and its hard limit, `group` is the folder of its control group.
+        """
         self._path = path
         self._url = f"shm://{path}?max_bytes={max_bytes}&mode={mode}"
         self._open_files = open_files
+        self._group = group
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -205,7 +210,7 @@ class Serve:
             [sys.executable, "-m", "ec_store", "serve", self._url, "--port", "0"],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            preexec_fn=self._limit,  # noqa: PLW1509 - it makes one system call
+            preexec_fn=self._limit,  # noqa: PLW1509 - it makes a few system calls
         )
         deadline_s = time.monotonic() + 30
         while True:
@@ -218,6 +223,8 @@ class Serve:
                 return
 
     def _limit(self) -> None:
+        if self._group is not None:
+            (self._group / "cgroup.procs").write_text("0")
         if self._open_files is not None:
             resource.setrlimit(resource.RLIMIT_NOFILE, self._open_files)
 

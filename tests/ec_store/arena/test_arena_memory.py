@@ -10,6 +10,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,6 +35,7 @@ from tests.ec_store.arena.served import (
     refused,
     said,
     serving,
+    stats,
     tell,
 )
 from tests.ec_store.contract import assert_same, key, sized
@@ -95,14 +99,14 @@ def test_a_signal_ends_a_server_that_allocates_its_memory(path: Path) -> None:
     served.kill()
 
 
-@pytest.fixture
-def group() -> Iterator[Path]:
-    """Yield the folder of a control group, below that of this process, with 256 MiB of memory."""
+@contextmanager
+def group(limit_bytes: int) -> Iterator[Path]:
+    """Yield the folder of a control group, below that of this process, with this much memory."""
     folder = memory_folder() / f"ec-store-{os.getpid()}"
     limits = [folder / name for name in ("memory.limit_in_bytes", "memory.max")]
     try:
         folder.mkdir()
-        next(limit for limit in limits if limit.exists()).write_text(str(256 * MIB))
+        next(limit for limit in limits if limit.exists()).write_text(str(limit_bytes))
     except (OSError, StopIteration):
         pytest.skip("this process may not limit the memory of a control group")
     finally:
@@ -110,6 +114,11 @@ def group() -> Iterator[Path]:
             folder.rmdir()
     yield folder
     folder.rmdir()
+
+
+def peak_bytes(folder: Path) -> int:
+    peak = next(folder.glob("memory.max_usage_in_bytes"), folder / "memory.peak")
+    return int(peak.read_text())
 
 
 def memory_folder() -> Path:
@@ -125,17 +134,42 @@ def memory_folder() -> Path:
 
 @pytest.mark.fault(79)
 def test_a_server_takes_nothing_if_its_control_group_has_too_little_memory(
-    path: Path, group: Path
+    path: Path,
 ) -> None:
     """The kernel would kill it at 256 MiB."""
-    ended = refused(
-        f"shm://{path}?max_bytes=1GiB", lambda: (group / "cgroup.procs").write_text("0")
-    )
-    peak = next(group.glob("memory.max_usage_in_bytes"), group / "memory.peak")
+    with group(256 * MIB) as folder:
+        ended = refused(
+            f"shm://{path}?max_bytes=1GiB", lambda: (folder / "cgroup.procs").write_text("0")
+        )
+        peak = peak_bytes(folder)
 
     assert ended.returncode == 1
     assert "within the memory limit of the container" in ended.stderr
-    assert int(peak.read_text()) < 200 * MIB
+    assert peak < 200 * MIB
+
+
+@pytest.mark.full
+def test_a_full_server_stays_within_the_limit_that_its_guide_states(path: Path) -> None:
+    """The smallest entries have the largest index: it is as large as it may be before the last."""
+    quota, pages = 64 * MIB, 64 * MIB // PAGE_BYTES
+    limit = quota + quota // 100 + 256 * MIB + 1024 * pages
+    metadata = {"image_grid_thw": [[1, 36, 54]] * 8}
+    with group(limit) as folder, ExitStack() as stack:
+        stack.enter_context(Serve(path, quota, group=folder))
+        writers = [stack.enter_context(opened(path)) for _ in range(2)]
+
+        def fill(writer: int) -> None:
+            for number in range(pages):
+                entry = replace(sized(PAGE_BYTES // 2), metadata=metadata)
+                assert writers[writer].put(key(f"{writer} {number}"), entry)
+
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(fill, range(2)))
+        found = stats(path)
+        peak = peak_bytes(folder)
+
+    assert found.evictions > pages // 2
+    assert quota < peak < limit
 
 
 @pytest.mark.fault(79)
