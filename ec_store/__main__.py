@@ -126,8 +126,7 @@ def _add_settings(configure: argparse.ArgumentParser) -> None:
         ("--max-bytes", size_bytes, "SIZE", "quota, such as 64GiB"),
         ("--max-share", float, "SHARE", share),
         ("--ttl", duration_s, "TIME", "time after which an unused entry expires, such as 7d"),
-        ("--dir-mode", octal, "MODE", "permissions of new folders, such as 2770"),
-        ("--file-mode", octal, "MODE", "permissions of new files, such as 0660"),
+        ("--dir-mode", octal, "MODE", "permissions of new folders, such as 2770, and files"),
     ):
         configure.add_argument(flag, type=parse, metavar=metavar, help=text)
 

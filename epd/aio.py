@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 import structlog
 
-from epd.errors import ProxyError, drop_tracebacks
+from epd.errors import drop_tracebacks
 
 FIRST_DELAY_S = 1.0
 """Delay before the restart of a task that raised. Each further exception doubles it."""
@@ -204,18 +204,6 @@ class Flights(Generic[K, V]):
         Every waiter receives an error of the run. Cancelling one waiter does not cancel the run for
         the others.
         """
-        flight = self._flights.get(key) or self._add(key, asyncio.create_task(start()))
-        return await self._wait(key, flight)
-
-    async def try_join(self, key: K, start: Start[V]) -> V:
-        """Join as `join` does, but take only a success from a run that began before this call.
-
-        Raises:
-            ProxyError: a run that began after this call failed.
-        """
-        if (begun := self._flights.get(key)) is not None:
-            with suppress(ProxyError):
-                return await self._wait(key, begun)
         flight = self._flights.get(key) or self._add(key, asyncio.create_task(start()))
         return await self._wait(key, flight)
 

@@ -1,9 +1,11 @@
 """Argument parser of all commands: errors in one line each, with a suggestion for unknown flags."""
 
 import argparse
+import os
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn, TypeAlias
+from urllib.parse import urlsplit
 
 from epd.version import __version__
 
@@ -45,6 +47,23 @@ class Parser(argparse.ArgumentParser):
             if word.startswith("-") and (near := get_close_matches(flag, known, n=1)):
                 return f"; is {near[0]} meant?"
         return ""
+
+
+def admin_key() -> str | None:
+    """Return the operator's key from the environment, as for `epd serve`; None without one."""
+    return os.environ.get("EPD_ADMIN_API_KEY") or os.environ.get("ADMIN_API_KEY")
+
+
+def http_url(text: str) -> str:
+    """Return a URL from the command line, without a slash at its end.
+
+    Raises:
+        ArgumentTypeError: it is no http(s) URL.
+    """
+    parts = urlsplit(text)
+    if parts.scheme not in {"http", "https"} or not parts.hostname:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an http(s) URL")
+    return text.rstrip("/")
 
 
 def unknown_message(name: str, known: Iterable[str]) -> str:

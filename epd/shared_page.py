@@ -6,14 +6,20 @@ writer that is killed leaves the previous content intact. A reader that is overt
 mismatch with the number or the digest, and reads again.
 """
 
+import asyncio
 import errno
 import fcntl
 import hashlib
+import math
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from struct import Struct
+from typing import Any, NamedTuple
+
+import orjson
+import structlog
 
 NUMBER = Struct("<Q")
 WANTED = Struct("<d")
@@ -138,3 +144,95 @@ def _half_offset(number: int) -> int:
 
 def _digest(page: bytes) -> bytes:
     return hashlib.blake2b(page, digest_size=16).digest()
+
+
+class Pace(NamedTuple):
+    """Times of a worker that writes its page, in seconds.
+
+    Attributes:
+        write_s: interval of writing while the page is wanted.
+        wanted_s: time for which it is wanted after another worker has asked for it.
+        poll_s: interval of the checks whether it is wanted.
+        unread_s: interval of writing otherwise.
+    """
+
+    write_s: float
+    wanted_s: float
+    poll_s: float
+    unread_s: float = math.inf
+
+
+class WorkerPages:
+    """Values that each worker tells the others as JSON, on a page of its own.
+
+    A warning about a page is logged once.
+    """
+
+    def __init__(
+        self,
+        pages: Sequence[SharedPage],
+        index: int,
+        make: Callable[[], object],
+        what: str,
+        pace: Pace,
+    ) -> None:
+        """Write what `make` returns on the page at `index`. `what` names it in the log."""
+        self._pages = pages
+        self._page = pages[index]
+        self._make = make
+        self._what = what
+        self._pace = pace
+        self._written = b""
+        self._warned: set[object] = set()
+
+    def write(self) -> None:
+        """Write this worker's values, if they have changed."""
+        content = orjson.dumps(self._make())
+        if content == self._written:
+            return
+        try:
+            self._page.write(content)
+        except OSError as error:
+            self._warn(self, f"other workers cannot be told of this one's {self._what}", error)
+        else:
+            self._written = content
+
+    async def keep_writing(self) -> None:
+        pace, written_s = self._pace, -math.inf
+        while True:
+            now_s = time.monotonic()
+            wanted = self._page.wanted_within(pace.wanted_s)
+            if wanted or now_s - written_s > pace.unread_s:
+                self.write()
+                written_s = now_s
+            await asyncio.sleep(pace.write_s if wanted else pace.poll_s)
+
+    def ask(self) -> bool:
+        """Ask the other workers to write. Return whether all of them were asked already."""
+        awake = True
+        for page in self._pages:
+            if page is not self._page:
+                with suppress(OSError):  # reading it fails too, and is logged
+                    awake &= page.wanted_within(self._pace.wanted_s)
+                    page.mark_wanted()
+        return awake
+
+    def read(self, page: SharedPage) -> Any:
+        """Return the values on a page; None if there are none."""
+        try:
+            return orjson.loads(page.read() or b"null")
+        except (PageUnreadable, OSError, ValueError) as error:
+            event = f"the {self._what} of a worker cannot be read, and are left out"
+            self._warn(page, event, error)
+            return None
+
+    def others(self) -> Iterator[Any]:
+        """Yield the values of the other workers."""
+        for page in self._pages:
+            if page is not self._page and (values := self.read(page)) is not None:
+                yield values
+
+    def _warn(self, about: object, event: str, error: Exception) -> None:
+        if about not in self._warned:
+            self._warned.add(about)
+            structlog.get_logger("epd").warning(event, reason=str(error))

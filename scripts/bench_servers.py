@@ -90,8 +90,9 @@ class Measured(NamedTuple):
     def cpu_s(self) -> float:
         """Return the seconds of CPU that the processes have used."""
         parents = [psutil.Process(pid) for pid in self.pids]
-        children = [child for one in parents for child in one.children(recursive=True)]
-        return sum(one.cpu_times().user + one.cpu_times().system for one in parents + children)
+        children = [child for parent in parents for child in parent.children(recursive=True)]
+        times = [process.cpu_times() for process in parents + children]
+        return sum(each.user + each.system for each in times)
 
 
 @contextmanager

@@ -27,10 +27,10 @@ import aiohttp
 from epd.routing.instances import Role
 from epd.tools.up.ports import free_ports
 from epd.tools.up.settings import Topology
-from scripts.chaos_faults import Faults, kill_workers, plan, storm
+from scripts.chaos_faults import Faults, kills_of_workers, plan, storm
 from scripts.chaos_fleet import DiskStore, Instance, RedisStore
 from scripts.chaos_load import MAX_BODY_BYTES, Clients, Line, Questions, ask
-from scripts.chaos_proxy import Proxy, answered, kills_of_workers, not_asked_by, under_way
+from scripts.chaos_proxy import Proxy, answered, not_asked_by, under_way
 from scripts.chaos_report import MORE_FDS, Figures, Left, Sample, Seen, figures
 
 PROXY_FLAGS = {
@@ -170,10 +170,8 @@ async def weather(args: argparse.Namespace, stand: Stand, clients: Clients, faul
     async with asyncio.TaskGroup() as group:
         group.create_task(stand.watch(until))
         rng = random.Random(args.seed)  # noqa: S311 - a schedule, no secret
-        workers = kills_of_workers(stand.proxy.killable, rng, args.seconds)
-        group.create_task(kill_workers(faults, workers))
-        rng = random.Random(args.seed)  # noqa: S311 - a schedule, no secret
         planned = plan((*stand.instances, stand.store), rng, args.seconds)
+        planned += kills_of_workers(stand.proxy.killable, rng, args.seconds)
         group.create_task(storm(faults, planned))
         group.create_task(clients.run(args.concurrency, until))
 

@@ -13,10 +13,14 @@ from dataclasses import dataclass
 from epd.routing.instances import Role
 from scripts.chaos_fleet import Breakable
 from scripts.chaos_load import Outcome
-from scripts.chaos_proxy import Cut, Kill
+from scripts.chaos_proxy import Cut
 
 MOST_AT_ONCE = 3
 PAUSE_S, LASTS_S = (0.2, 2.0), (0.5, 4.0)
+
+FIRST_KILL_S, NEXT_KILL_S = (2.0, 8.0), (35.0, 60.0)
+"""Ranges of the first kill of a worker and of the interval to the next one, in seconds. A worker
+that dies five times within 30 s of its start ends the proxy."""
 
 AFTERMATH_S = 3.0
 """Time for which a fault has effects after its end, in seconds: broken connections, late probes."""
@@ -123,6 +127,19 @@ def plan(targets: Sequence[Breakable], rng: random.Random, seconds: float) -> li
     return [fault for fault in planned if fault.at_s < seconds]
 
 
+def kills_of_workers(
+    workers: Sequence[Breakable], rng: random.Random, seconds: float
+) -> list[Planned]:
+    """Return random kills of each worker, rare enough for the proxy to keep running."""
+    planned = []
+    for worker in workers:
+        at_s = rng.uniform(*FIRST_KILL_S)
+        while at_s < seconds:
+            planned.append(Planned(worker, "kill", at_s, 0.0))
+            at_s += rng.uniform(*NEXT_KILL_S)
+    return planned
+
+
 async def storm(faults: Faults, planned: Sequence[Planned]) -> None:
     """Inject the planned faults; all have ended when this returns."""
     # A killed process may need longer to restart than planned.
@@ -136,18 +153,6 @@ async def storm(faults: Faults, planned: Sequence[Planned]) -> None:
     async with asyncio.TaskGroup() as group:
         for fault in planned:
             group.create_task(put(fault))
-
-
-async def kill_workers(faults: Faults, planned: Sequence[Kill]) -> None:
-    """Kill workers as planned; all serve again when this returns."""
-
-    async def put(kill: Kill) -> None:
-        await asyncio.sleep(kill.at_s)
-        await faults.put(kill.worker, "kill", 0.0)
-
-    async with asyncio.TaskGroup() as group:
-        for kill in planned:
-            group.create_task(put(kill))
 
 
 def cut_by(outcome: Outcome, cuts: Iterable[Cut]) -> bool:

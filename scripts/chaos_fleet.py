@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
@@ -13,16 +12,14 @@ from pathlib import Path
 from typing import Protocol
 
 import aiohttp
-import redis
 
 from ec_store import open_store
 from epd.routing.instances import Role
-from epd.tools.up.ports import free_ports
 from epd.tools.up.process import Process
+from tests.support.redis_server import RedisServer
 
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = {"PYTHONPATH": str(ROOT)}
-BIN = Path(sys.executable).parent
 READY_S = 60.0
 ASKED_WITHIN_S = 5.0
 
@@ -180,63 +177,33 @@ class RedisStore:
     kinds = ("kill", "stop", "flush", "out of memory")
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir()
-        self._folder = folder
-        [self._port] = free_ports(1)
-        self.url = f"redis://127.0.0.1:{self._port}"
-        self._process = self._started()
-
-    def _started(self) -> "subprocess.Popen[bytes]":
-        found = shutil.which("redis-server", path=f"{os.environ['PATH']}:{BIN}")
-        if found is None:
-            raise FileNotFoundError("redis-server is missing: install it, or use --store file")
-        flags = {"port": self._port, "bind": "127.0.0.1", "save": "", "dir": self._folder}
-        words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-        process = subprocess.Popen([found, *words], stdout=subprocess.DEVNULL)
-        deadline = time.monotonic() + READY_S
-        while not self._answers():
-            if time.monotonic() > deadline:
-                raise TimeoutError("redis-server did not start in time")
-            time.sleep(0.02)
-        return process
-
-    def _answers(self) -> bool:
-        try:
-            return bool(redis.Redis(port=self._port, protocol=2).ping())
-        except redis.ConnectionError:
-            return False
+        self._server = RedisServer(folder).start()
+        self.url = self._server.url()
 
     @asynccontextmanager
     async def broken(self, kind: str) -> AsyncIterator[None]:
-        client = redis.Redis(port=self._port, protocol=2)
         match kind:
             case "kill":
-                self._process.kill()
-                self._process.wait()
+                self._server.kill()
                 yield
-                self._process = self._started()
+                self._server.start()
             case "stop":
-                self._process.send_signal(signal.SIGSTOP)
-                try:
+                with self._server.paused():
                     yield
-                finally:
-                    self._process.send_signal(signal.SIGCONT)
             case "flush":
-                client.flushall()
+                self._server.command("FLUSHALL")
                 yield
             case _:
-                client.config_set("maxmemory", 1)
+                self._server.command("CONFIG", "SET", "maxmemory", 1)
                 yield
-                client.config_set("maxmemory", 0)
+                self._server.command("CONFIG", "SET", "maxmemory", 0)
 
     def claims(self) -> int:
         """Return the number of entries that a proxy claims now."""
-        client = redis.Redis(port=self._port, protocol=2)
-        return sum(1 for _ in client.scan_iter("*:c"))
+        return sum(1 for _ in self._server.client.scan_iter("*:c"))
 
     def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
+        self._server.kill()
 
 
 async def wait_for(process: Process) -> None:

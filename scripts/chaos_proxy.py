@@ -2,16 +2,16 @@
 
 import asyncio
 import os
-import random
 import signal
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
 import orjson
+import psutil
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -21,10 +21,6 @@ from epd.shared_page import PageUnreadable, SharedPage
 from epd.tools.up.process import Process
 from scripts.chaos_fleet import ENVIRONMENT, READY_S, wait_for
 from scripts.chaos_load import MOST_TOLD
-
-FIRST_KILL_S, NEXT_KILL_S = (2.0, 8.0), (35.0, 60.0)
-"""Ranges of the first kill of a worker and of the interval to the next one, in seconds. A worker
-that dies five times within 30 s of its start ends the proxy."""
 
 STOPPED_S = 5.0
 ENDS_WITHIN_S = 10.0
@@ -108,17 +104,12 @@ class Proxy:
         """Return the resident memory of each process in MB, by name and pid."""
         found = {}
         for name, pid in self.processes.items():
-            with suppress(OSError):  # just killed
-                _, has, rest = Path(f"/proc/{pid}/status").read_text().partition("VmRSS:")
-                if has:
-                    found[name, pid] = int(rest.split()[0]) / 1024
+            with suppress(psutil.NoSuchProcess):  # just killed
+                found[name, pid] = psutil.Process(pid).memory_info().rss / 2**20
         return found
 
     def fds(self) -> Mapping[str, int]:
-        return {
-            name: len(list(Path(f"/proc/{pid}/fd").iterdir()))
-            for name, pid in self.processes.items()
-        }
+        return {name: psutil.Process(pid).num_fds() for name, pid in self.processes.items()}
 
     async def pages(self) -> Mapping[str, Page]:
         """Return the metrics of each serving process, at most a few seconds old."""
@@ -131,7 +122,7 @@ class Proxy:
             return {"proxy": _by_name(text_string_to_metric_families(page))}
         await asyncio.sleep(PAGE_S)
         pages = dict(zip(self._workers(), _metrics_pages(self._process.pid), strict=False))
-        return {name: _by_name(load(found)) for name, found in pages.items()}
+        return {name: _by_name(load(orjson.loads(found))) for name, found in pages.items()}
 
     def _workers(self) -> list[str]:
         return [f"worker {number}" for number in range(1, self._count + 1)]
@@ -179,30 +170,13 @@ class Worker:
         """Stop the worker, record its connections, and kill it: it accepts no more in between."""
         os.kill(pid, signal.SIGSTOP)
         deadline_s = time.monotonic() + STOPPED_S
-        while _state(pid) != "T" and time.monotonic() < deadline_s:
+        while (
+            psutil.Process(pid).status() != psutil.STATUS_STOPPED and time.monotonic() < deadline_s
+        ):
             time.sleep(0.0005)
-        cut = Cut(asyncio.get_running_loop().time(), frozenset(_accepted(pid, self._port)))
+        cut = Cut(asyncio.get_running_loop().time(), _accepted(pid, self._port))
         os.kill(pid, signal.SIGKILL)
         return cut
-
-
-@dataclass(frozen=True)
-class Kill:
-    """Planned kill of a worker, in seconds from the start."""
-
-    worker: Worker
-    at_s: float
-
-
-def kills_of_workers(workers: Sequence[Worker], rng: random.Random, seconds: float) -> list[Kill]:
-    """Return random kills of each worker, rare enough for the proxy to keep running."""
-    planned = []
-    for worker in workers:
-        at_s = rng.uniform(*FIRST_KILL_S)
-        while at_s < seconds:
-            planned.append(Kill(worker, at_s))
-            at_s += rng.uniform(*NEXT_KILL_S)
-    return planned
 
 
 def under_way(pages: Mapping[str, Page]) -> list[str]:
@@ -269,24 +243,15 @@ def _metrics_pages(pid: int) -> list[bytes]:
     return pages
 
 
-def _accepted(pid: int, port: int) -> Iterator[int]:
-    """Yield the clients' ports of the connections that a process has accepted at a port."""
-    sockets = set()
-    for path in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(OSError):
-            sockets.add(str(path.readlink()))
-    for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
-        _, local, remote, *fields = line.split()
-        if f"socket:[{fields[6]}]" in sockets and int(local.partition(":")[2], 16) == port:
-            yield int(remote.partition(":")[2], 16)
-
-
-def _state(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+def _accepted(pid: int, port: int) -> frozenset[int]:
+    """Return the clients' ports of the connections that a process has accepted at a port."""
+    found = psutil.Process(pid).net_connections("tcp")
+    accepted = (each for each in found if each.status != psutil.CONN_LISTEN)
+    return frozenset(each.raddr.port for each in accepted if each.laddr.port == port)
 
 
 def _lives(pid: int) -> bool:
     try:
-        return _state(pid) not in {"Z", "X"}
-    except OSError:
+        return psutil.Process(pid).status() not in {psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD}
+    except psutil.NoSuchProcess:
         return False

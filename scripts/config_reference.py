@@ -8,19 +8,16 @@ that most operators need is in docs/configuration.md, between `<!-- first settin
 `<!-- end of first settings -->`.
 """
 
-import argparse
 import re
-import sys
-from pathlib import Path
+from functools import partial
 from typing import Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
 from epd.config.fields import flag_of
 from epd.config.flags import FIELDS, GROUPS, SECRETS, metavar_of, shown_default, variables_of
+from scripts.generated import DOCS, write_or_check
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
-OVERVIEW, REFERENCE = DOCS / "configuration.md", DOCS / "configuration" / "settings.md"
 BETWEEN = re.compile(r"(<!-- settings -->\n).*(<!-- end of settings -->)", re.DOTALL)
 FIRST = (
     "encode_servers_urls",
@@ -48,26 +45,18 @@ NONE = "-"
 
 def main() -> None:
     """Write the tables, or check them with `--check`."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--check", action="store_true", help="fail if the tables are out of date; write nothing"
-    )
-    check = parser.parse_args().check
     tables = "\n".join(map(table, GROUPS))
     first = FIRST_HEADER + "".join(map(first_row, FIRST))
-    for document, place, content in (
-        (REFERENCE, BETWEEN, tables),
-        (OVERVIEW, BETWEEN_FIRST, first),
-    ):
-        old = document.read_text()
-        new = filled(old, place, content)
-        if not check:
-            document.write_text(new)
-        elif new != old:
-            sys.exit(f"{document.name}: out of date; run scripts/config_reference.py")
+    write_or_check(
+        __doc__,
+        [
+            (DOCS / "configuration/settings.md", partial(filled, BETWEEN, tables)),
+            (DOCS / "configuration.md", partial(filled, BETWEEN_FIRST, first)),
+        ],
+    )
 
 
-def filled(text: str, place: re.Pattern[str], content: str) -> str:
+def filled(place: re.Pattern[str], content: str, text: str) -> str:
     return place.sub(lambda found: f"{found[1]}\n{content}\n{found[2]}", text)
 
 

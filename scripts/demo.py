@@ -21,7 +21,7 @@ from epd.tools.up.command import DISC
 from epd.tools.up.process import ProcessDied
 from epd.tools.up.settings import Topology
 from epd.tools.up.signals import leave_contexts_on_signals
-from epd.tools.up.stack import Stack
+from scripts.stack import Stack
 
 ROOT = Path(__file__).resolve().parent.parent
 MEDIA = ROOT / "examples" / "media"

@@ -16,11 +16,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from epd.tools.up.engine import FETCHES_ONCE, VLLM, FleetServer
+from epd.tools.up.engine import FETCHES_ONCE, FleetServer
 from epd.tools.up.platforms import CPU, OFFLINE
-from epd.tools.up.process import Guard, Process
-from epd.tools.up.stack import Fleet, Stack
+from epd.tools.up.process import Process
+from epd.tools.up.settings import VLLM
+from epd.tools.up.stack import Fleet
 from scripts.forking import ForkedProgram, next_program, start_server
+from scripts.stack import Stack
 
 SHARED_SERVER = "VLLM_FORK_SERVER"
 """Variable with the socket of a fork server that several test processes use."""
@@ -54,10 +56,10 @@ class ForkedFleet(Fleet):
 
     def launch(self, server: FleetServer, log: Path) -> Process:
         """Fork an engine, or start the proxy."""
-        engines = {engine.name for engine in self.all_engines}
+        engines = {engine.name for engine in self.plan.engines}
         if server.name not in engines:
             return super().launch(server, log)
-        return ForkedProcess(server, log, self._guard)
+        return ForkedProcess(server, log)
 
 
 class ForkedStack(ForkedFleet, Stack):
@@ -67,17 +69,14 @@ class ForkedStack(ForkedFleet, Stack):
 class ForkedProcess(Process):
     """vLLM server in its own process group, forked and not executed."""
 
-    def __init__(self, server: FleetServer, log: Path, guard: Guard | None) -> None:
+    def __init__(self, server: FleetServer, log: Path) -> None:
         """Fork the server with its output to a log."""
         self.name = server.name
         self.url = server.url
         self.log = log
-        self._guard = guard
         environment = {**os.environ, **server.environment}
         with log.open("wb") as output:
             self._popen = fork_vllm(server.command[len(VLLM) :], environment, output.fileno())
-        if guard is not None:
-            guard.watch(self.pid)
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the server and its children. The fork server has reaped an ended one."""

@@ -23,6 +23,8 @@ from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import IO, TypedDict, cast
 
+from epd.tools.up.parent import end_with_parent
+
 MAX_REQUEST_BYTES = 1 << 20
 
 START_TIMEOUT_S = 120.0
@@ -201,8 +203,10 @@ def _fork(client: socket.socket, running: dict[int, int]) -> Request | None:
         return None
     *outputs, status = descriptors
     request: Request = json.loads(data)
+    server = os.getpid()
     pid = os.fork()
     if not pid:
+        end_with_parent(server)
         nothing = os.open(os.devnull, os.O_RDONLY)
         for number, descriptor in enumerate((nothing, *outputs)):
             os.dup2(descriptor, number)

@@ -7,15 +7,12 @@ The table is between `<!-- figures -->` and `<!-- end -->`. Every metric that th
 document names must exist.
 """
 
-import argparse
 import re
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 from epd.observe.metric_defs import FIGURES, Figure
+from scripts.generated import DOCS, write_or_check
 
-DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
 TABLE = re.compile(r"(<!-- figures -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 NAME = re.compile(r"\bepd_[a-z_]+")
 OF_WORKERS = {"max": "the maximum", "min": "the minimum"}
@@ -24,19 +21,11 @@ ENDS = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_count
 
 def main() -> None:
     """Write the table, or check it with `--check`."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--check", action="store_true", help="fail if the table is out of date; write nothing"
+    write_or_check(
+        __doc__,
+        [(DOCS / "metrics.md", lambda old: TABLE.sub(lambda of: of[1] + table() + of[3], old))],
+        lambda new: [f"{name} is not a metric" for name in unknown(new)],
     )
-    check = parser.parse_args().check
-    old = DOCUMENT.read_text()
-    new = TABLE.sub(lambda found: found[1] + table() + found[3], old)
-    problems = [f"{name} is not a metric" for name in unknown(new)]
-    if check and new != old:
-        problems.append("out of date; run scripts/metrics_reference.py")
-    if not check:
-        DOCUMENT.write_text(new)
-    sys.exit("\n".join(f"{DOCUMENT.name}: {problem}" for problem in problems) or 0)
 
 
 def table() -> str:

@@ -4,36 +4,31 @@ python scripts/package_table.py          writes the table
 python scripts/package_table.py --check  fails if the table is out of date
 """
 
-import argparse
 import ast
-import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+from scripts.generated import DOCS, write_or_check
+
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENT = ROOT / "docs/architecture.md"
 TABLES = {"epd": "packages", "ec_store": "store packages"}
 """Package, and the mark of its table in the document."""
 
 
 def main() -> None:
     """Write the tables, or check them with `--check`."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--check", action="store_true", help="fail if a table is out of date; write nothing"
-    )
-    check = parser.parse_args().check
-    old = new = DOCUMENT.read_text()
+    write_or_check(__doc__, [(DOCS / "architecture.md", filled)])
+
+
+def filled(document: str) -> str:
+    """Return the document with the table of each package."""
     for package, mark in TABLES.items():
         begin = f"<!-- {mark} -->\n"
-        before, _, rest = new.partition(begin)
+        before, _, rest = document.partition(begin)
         _, end, after = rest.partition("<!-- end -->")
-        new = before + begin + "\n".join(rows(package)) + "\n" + end + after
-    if not check:
-        DOCUMENT.write_text(new)
-    elif new != old:
-        sys.exit(f"{DOCUMENT.name}: out of date; run scripts/package_table.py")
+        document = before + begin + "\n".join(rows(package)) + "\n" + end + after
+    return document
 
 
 def rows(package: str) -> Iterator[str]:

@@ -10,7 +10,7 @@ import pytest
 
 from epd.aio import Flights, cancel_after, gather_first
 from epd.edge.drain import Bounded, Drain
-from epd.errors import Overloaded, ProxyError, UpstreamTimeout
+from epd.errors import Overloaded, UpstreamTimeout
 
 
 async def lose_one() -> None:
@@ -266,28 +266,3 @@ async def test_close_cancels_running_flights() -> None:
     assert work.cancelled == 1
     await asyncio.wait(tasks)
     assert all(task.cancelled() for task in tasks)
-
-
-async def test_a_failed_run_is_not_shared_with_requests_that_joined_it() -> None:
-    flights: Flights[str, int] = Flights()
-    runs: list[int] = []
-    go = asyncio.Event()
-
-    async def run() -> int:
-        number = len(runs)
-        runs.append(number)
-        await go.wait()
-        if number == 0:
-            raise ProxyError("no")
-        return number
-
-    first = asyncio.create_task(flights.try_join("key", run))
-    await asyncio.sleep(0)
-    others = [asyncio.create_task(flights.try_join("key", run)) for _ in range(5)]
-    await asyncio.sleep(0)
-    go.set()
-
-    with pytest.raises(ProxyError):
-        await first
-    assert await asyncio.gather(*others) == [1] * 5
-    assert runs == [0, 1]

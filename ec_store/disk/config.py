@@ -16,7 +16,7 @@ from ec_store.config import duration_s, octal, parameters, size_bytes, size_text
 from ec_store.disk.files import Folder
 from ec_store.errors import StoreUnavailable
 
-FORMAT = 2
+FORMAT = 3
 """Format version of the store's folders and files. Changes that older releases cannot read increase
 it."""
 
@@ -41,7 +41,7 @@ class StoreSettings:
         max_share: largest share of the file system that the store may take, from 0 to 1. The
             smaller of this and `max_bytes` is in force.
         ttl: seconds after which an unused entry expires.
-        dir_mode, file_mode: permissions of new folders and files.
+        dir_mode: permissions of new folders; new files have the same, but for execution.
 
     Raises:
         ValueError: a value is out of range.
@@ -51,7 +51,6 @@ class StoreSettings:
     max_share: float = 0.5
     ttl: float = 7 * 86400.0
     dir_mode: int = 0o750
-    file_mode: int = 0o640
 
     def __post_init__(self) -> None:
         if self.max_bytes <= 0 or self.ttl <= 0:
@@ -80,7 +79,6 @@ class StoreSettings:
                     max_share=float(values["max_share"]),
                     ttl=float(values["ttl_s"]),
                     dir_mode=octal(values["dir_mode"]),
-                    file_mode=octal(values["file_mode"]),
                 )
         except (ValueError, TypeError, LookupError, OverflowError) as error:
             raise SettingsInvalid(
@@ -99,7 +97,6 @@ class StoreSettings:
             "max_share": self.max_share,
             "ttl_s": self.ttl,
             "dir_mode": f"{self.dir_mode:o}",
-            "file_mode": f"{self.file_mode:o}",
         }
         return json.dumps(values, indent=1).encode() + b"\n"
 
@@ -110,7 +107,6 @@ class StoreSettings:
             "max_share": f"{self.max_share:g}",
             "ttl": f"{self.ttl:.15g}s",
             "dir_mode": f"{self.dir_mode:o}",
-            "file_mode": f"{self.file_mode:o}",
         }
 
 
@@ -182,6 +178,5 @@ _PARAMETERS = {
     "max_share": float,
     "ttl": duration_s,
     "dir_mode": octal,
-    "file_mode": octal,
     "max_entry_bytes": size_bytes,
 }

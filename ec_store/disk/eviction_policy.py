@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 BLOCK_BYTES = 4096
 """Allocation unit of file systems in bytes: a file takes whole blocks, at least one."""
@@ -33,6 +34,9 @@ class EvictionCandidate:
     digest: str
     size_bytes: int
     used_s: float
+
+
+Candidate = TypeVar("Candidate", bound=EvictionCandidate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +97,8 @@ def sample_size(excess_bytes: int, mean_bytes: float) -> int:
 
 
 def choose_victims(
-    sample: Sequence[EvictionCandidate], *, all_seen: bool, now_s: float, ttl_s: float, excess: int
-) -> list[EvictionCandidate]:
+    sample: Sequence[Candidate], *, all_seen: bool, now_s: float, ttl_s: float, excess: int
+) -> list[Candidate]:
     """Return the entries of a sample to evict: the expired, then the least recently used.
 
     These are all expired entries of the sample, and others until `excess` bytes are freed, up to

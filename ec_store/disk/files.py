@@ -7,34 +7,31 @@ import secrets
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 
 FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 LISTED = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # Without O_NONBLOCK, opening a FIFO that another user created would wait for its writer.
 READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+UNNAMED = os.O_WRONLY | os.O_TMPFILE | os.O_CLOEXEC
+FILE_BITS = 0o666
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
-NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
-@dataclass(frozen=True, slots=True)
-class Modes:
-    """Permissions of new folders and files, independent of the umask."""
-
-    folder: int = 0o750
-    file: int = 0o640
-
-
 class Folder:
-    """Open folder, shared by threads. Its descriptor is closed with its last reference."""
+    """Open folder, shared by threads. Its descriptor is closed with its last reference.
 
-    __slots__ = ("fd", "modes")
+    Attributes:
+        mode: permissions of new folders, independent of the umask. Those of new files are the same
+            without the right to execute.
+    """
 
-    def __init__(self, fd: int, modes: Modes) -> None:
+    __slots__ = ("fd", "mode")
+
+    def __init__(self, fd: int, mode: int) -> None:
         self.fd = fd
-        self.modes = modes
+        self.mode = mode
 
     def __del__(self) -> None:
         try:  # noqa: SIM105 - runs with every lookup, and suppress() is slower
@@ -43,16 +40,16 @@ class Folder:
             pass
 
     @classmethod
-    def open_path(cls, path: str, modes: Modes, *, create: bool = True) -> "Folder":
+    def open_path(cls, path: str, mode: int, *, create: bool = True) -> "Folder":
         """Open the folder of a path; `create` creates it, with its parents, if it is missing.
 
         Links in the path are the operator's and are followed.
         """
         if create:
             with suppress(FileExistsError):
-                os.makedirs(path, modes.folder)  # noqa: PTH103 - like the code below
-                os.chmod(path, modes.folder)  # noqa: PTH101
-        return cls(os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC), modes)
+                os.makedirs(path, mode)  # noqa: PTH103 - like the code below
+                os.chmod(path, mode)  # noqa: PTH101
+        return cls(os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC), mode)
 
     def check_owner(self, allowed: int) -> None:
         """Check that no other user controls the content of this folder.
@@ -72,7 +69,7 @@ class Folder:
             raise PermissionError(errno.EACCES, f"every user may write to {path}")
 
     def folder(self, name: str) -> "Folder":
-        return Folder(self.open(name, FOLDER), self.modes)
+        return Folder(self.open(name, FOLDER), self.mode)
 
     def open(self, name: str, flags: int, mode: int = 0) -> int:
         return os.open(name, flags, mode, dir_fd=self.fd)
@@ -83,14 +80,14 @@ class Folder:
         Raises OSError, ENOENT also if it was removed at once.
         """
         try:
-            os.mkdir(name, self.modes.folder, dir_fd=self.fd)
+            os.mkdir(name, self.mode, dir_fd=self.fd)
         except FileExistsError:
             return False
         try:
             # Opened by name: chmod would follow a link in place of the folder.
             fd = os.open(name, os.O_RDONLY | FOLDER & ~os.O_PATH, dir_fd=self.fd)
             try:
-                os.fchmod(fd, self.modes.folder)
+                os.fchmod(fd, self.mode)
             finally:
                 os.close(fd)
         except PermissionError:
@@ -122,15 +119,41 @@ class Folder:
         with self.scan() as listing:
             return [item.name for item in listing]
 
-    def create(self, name: str) -> int:
-        fd = self.open(name, CREATE, self.modes.file)
+    def create(self, name: str) -> None:
+        """Create an empty file. Raises OSError."""
+        fd = self.open(name, CREATE, self.mode & FILE_BITS)
         try:
-            os.fchmod(fd, self.modes.file)
+            os.fchmod(fd, self.mode & FILE_BITS)
+        finally:
+            os.close(fd)
+
+    def create_unnamed(self) -> int:
+        """Create a file without a name, which ends with its process; return its descriptor."""
+        fd = self.open(".", UNNAMED, self.mode & FILE_BITS)
+        try:
+            os.fchmod(fd, self.mode & FILE_BITS)
         except OSError:
             os.close(fd)
-            self.remove(name)
             raise
         return fd
+
+    def publish(self, fd: int, name: str) -> bool:
+        """Give an unnamed file its name; False if the name exists."""
+        try:
+            os.link(f"/proc/self/fd/{fd}", name, dst_dir_fd=self.fd)
+        except FileExistsError:
+            return False
+        return True
+
+    def publish_over(self, fd: int, name: str) -> None:
+        """Give an unnamed file its name, also if the name exists."""
+        staging = f".{secrets.token_hex(8)}.tmp"
+        self.publish(fd, staging)
+        try:
+            os.rename(staging, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+        except BaseException:
+            self.remove(staging)
+            raise
 
     def read(self, name: str, size: int) -> bytes:
         fd = self.open(name, READ)
@@ -141,50 +164,22 @@ class Folder:
 
     def replace(self, name: str, content: bytes) -> None:
         """Write a small file atomically."""
-        staging = f".{secrets.token_hex(8)}.tmp"
-        fd = self.create(staging)
-        try:
-            try:
-                write(fd, [memoryview(content)])
-            finally:
-                os.close(fd)
-            os.rename(staging, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
-        except BaseException:
-            self.remove(staging)
-            raise
+        with self._written(content) as fd:
+            self.publish_over(fd, name)
 
     def add(self, name: str, content: bytes) -> bool:
-        """Write a small file atomically, as `replace`; False if the name exists."""
-        staging = f".{secrets.token_hex(8)}.tmp"
-        self.replace(staging, content)
+        """Write a small file atomically; False if the name exists."""
+        with self._written(content) as fd:
+            return self.publish(fd, name)
+
+    @contextmanager
+    def _written(self, content: bytes) -> Iterator[int]:
+        fd = self.create_unnamed()
         try:
-            return self.publish(staging, name)
+            write(fd, [memoryview(content)])
+            yield fd
         finally:
-            self.remove(staging)
-
-    def publish(self, staging: str, name: str) -> bool:
-        """Give a staging file its final name; False if the name exists."""
-        try:
-            os.link(staging, name, src_dir_fd=self.fd, dst_dir_fd=self.fd, follow_symlinks=False)
-        except FileExistsError:
-            return False
-        except OSError as error:
-            # A second name may need room, as on tmpfs, where each takes a file of the upper bound.
-            if error.errno not in NO_LINKS | NO_ROOM:
-                raise
-            os.rename(staging, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
-        return True
-
-    def rename(self, name: str, new: str) -> None:
-        os.rename(name, new, src_dir_fd=self.fd, dst_dir_fd=self.fd)
-
-    def link(self, name: str, text: str) -> bool:
-        """Create a symbolic link with data as its text, not a target; False if the name exists."""
-        try:
-            os.symlink(text, name, dir_fd=self.fd)
-        except FileExistsError:
-            return False
-        return True
+            os.close(fd)
 
     def has(self, name: str) -> bool:
         """Return whether the name exists. Raises OSError if that cannot be determined."""
@@ -212,8 +207,9 @@ class Folder:
         return False
 
 
-def write(fd: int, parts: Sequence[memoryview], offset: int = 0) -> None:
+def write(fd: int, parts: Sequence[memoryview]) -> None:
     """Write all parts, also if the system accepts only a piece at a time."""
+    offset = 0
     left = [part.cast("B") for part in parts if part.nbytes]
     while left:
         written = os.pwritev(fd, left, offset)

@@ -7,8 +7,7 @@ cannot occur.
 """
 
 import math
-import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from itertools import islice
 
@@ -22,19 +21,22 @@ LONGEST_S = 3600.0
 """Upper bound in seconds of a lease, both when it is written and when it is read."""
 
 
-def add_leases(folder: Folder, digests: Sequence[str], seconds: float, now_s: float) -> None:
-    """Lease entries from now on, for `seconds` and at most an eighth longer.
+def lease_folder(folder: Folder, seconds: float, now_s: float) -> Folder:
+    """Return the folder of leases from now on, for `seconds` and at most an eighth longer.
 
-    Rounding lets leases that end at about the same time share a folder.
+    Rounding lets leases that end at about the same time share a folder. Raises OSError.
     """
     step = max(1, round(min(seconds, LONGEST_S) / 8))
-    end = math.ceil((now_s + min(seconds, LONGEST_S)) / step) * step
-    if folder.create_folder(str(end)):
+    name = str(math.ceil((now_s + min(seconds, LONGEST_S)) / step) * step)
+    if folder.create_folder(name):
         sweep_leases(folder, now_s, SWEPT_BY_LEASES)
-    ending = folder.folder(str(end))
-    for digest in digests:
-        with suppress(FileExistsError):
-            os.close(ending.create(digest))
+    return folder.folder(name)
+
+
+def add_lease(folder: Folder, digest: str) -> None:
+    """Lease an entry until the end of a `lease_folder`. Raises OSError."""
+    with suppress(FileExistsError):
+        folder.create(digest)
 
 
 def leased_digests(folder: Folder, digests: Collection[str], now_s: float) -> set[str]:

@@ -26,10 +26,8 @@ def list_entries(tree: Tree, files: EntryFiles | None = None) -> Iterator[Listed
     """
     unread: list[OSError] = []
     for found in tree.scan(unread):
-        if found.staging:
-            continue
         try:
-            fd = os.open(found.name, READ, dir_fd=found.folder.fd)
+            fd = found.folder.open(found.digest, READ)
             try:
                 row = _listed(found, fd, files)
             finally:
@@ -55,7 +53,7 @@ def _listed(found: Found, fd: int, files: EntryFiles | None) -> Listed:
         skipped = str(error)
     except CorruptEntry as error:
         problem = str(error)
-    return Listed(found.digest, info, found.size_bytes, found.status.st_mtime, problem, skipped)
+    return Listed(found.digest, info, found.size_bytes, found.used_s, problem, skipped)
 
 
 def valid_registrations(folder: Folder) -> Iterator[tuple[str, str, str]]:

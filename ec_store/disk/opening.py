@@ -17,26 +17,26 @@ from ec_store.disk.config import (
     ignored_settings,
     read_settings,
 )
-from ec_store.disk.files import NO_ROOM, Folder, Modes
+from ec_store.disk.files import NO_ROOM, Folder
 from ec_store.disk.housekeeping import Housekeeping
-from ec_store.disk.ledger import LedgerLost
 from ec_store.disk.tree import Tree
 from ec_store.errors import StoreUnavailable
 
 logger = logging.getLogger("vllm.ec_store")
 
 LOOK_EVERY_S = 1.0
-"""Interval in seconds at which an open store checks that its path still leads to its directory."""
+"""Interval in seconds at which the directory is opened again: its path may lead elsewhere, and its
+settings may have changed."""
 
 
 class DiskOpening:
-    """Directory that is opened at its first use, and reopened when its path leads elsewhere."""
+    """Directory that is opened at its first use, and again from time to time."""
 
     def __init__(self, config: DiskConfig, keeper: Housekeeping, *, create: bool) -> None:
         """Create the object without opening the directory.
 
-        `keeper` gets the settings. `create` allows this store to create a missing directory, to
-        test a write in `probe`, and to count the entries of a directory without a ledger.
+        `keeper` gets the settings. `create` allows this store to create a missing directory, and to
+        test a write in `probe`.
         """
         self._defaults = keeper.settings = replace(StoreSettings(), **config.overrides)
         self._config = config
@@ -45,8 +45,8 @@ class DiskOpening:
         self._opened: Tree | None = None
         self._looked_s = 0.0
         self._ignored: list[str] = []
+        self._has_settings = False
         self._unread = False
-        self._counted = False
         self._closed = False
 
     def tree(self, *, create: bool = False) -> Tree:
@@ -59,14 +59,10 @@ class DiskOpening:
         if self._closed:
             raise StoreUnavailable("the store is closed")
         tree, now = self._opened, time.monotonic()
-        look = now - self._looked_s > LOOK_EVERY_S
-        if look:
+        if tree is None or now - self._looked_s > LOOK_EVERY_S:
             self._looked_s = now
-        if tree is None or (look and not tree.current()):
             self._opened = None  # if opening fails, the next use retries it
             tree = self._opened = self._open(create=create and self._create)
-        elif look:
-            self._follow(tree)
         return tree
 
     def configure(self, **changes: Any) -> None:
@@ -103,23 +99,6 @@ class DiskOpening:
         finally:
             tree.root.remove(name)
 
-    def handle_error(self, error: OSError) -> None:
-        """Reopen the directory at its next use if its ledger is lost."""
-        if isinstance(error, LedgerLost):
-            self.reopen_later()
-
-    def counted(self, *, create: bool = False) -> Tree:
-        """Return the open directory, as `tree`, with a ledger.
-
-        For a lost ledger the files are counted, which takes seconds at 100,000 entries. So
-        readers, which may have a deadline, call `tree`. Raises OSError and StoreUnavailable, as it.
-        """
-        tree = self.tree(create=create)
-        if not self._counted:
-            self._keeper.restore_ledger(tree)
-            self._counted = True
-        return tree
-
     def reopen_later(self) -> None:
         self._opened = None
 
@@ -128,52 +107,54 @@ class DiskOpening:
         self._closed = True
         self._opened = None
 
-    def _follow(self, tree: Tree) -> None:
-        """Adopt changed settings. If they cannot be read, the present ones stay in force."""
-        try:
-            self._apply_settings(read_settings(tree.root) or self._keeper.settings)
-        except (SettingsInvalid, OSError) as error:
-            if not self._unread:  # logged once, not every second
-                logger.warning("the store in %s keeps its settings: %s", self._config.path, error)
-            self._unread = True
-        else:
-            self._unread = False
-
     def _open(self, *, create: bool) -> Tree:
         config = self._config
-        root = self._root(create=create)
-        settings = self._read_or_write_settings(root, create=create)
-        tree = Tree(config.path, Modes(settings.dir_mode, settings.file_mode), create=create)
+        settings = self._read_or_write_settings(self._root(create=create), create=create)
+        tree = Tree(config.path, settings.dir_mode, create=create)
         for folder in tree.folders:
             folder.check_owner(config.overrides.get("dir_mode", 0))
         self._apply_settings(settings)
-        self._counted = not self._create
-        if self._create:
+        if create:
             with suppress(OSError):
-                self._keeper.log_limits(tree, self._config.path)
-                if create and not tree.entries.names():
-                    self._keeper.restore_ledger(tree)  # there is no file to count
+                self._keeper.log_limits(tree, config.path)
+                if not tree.entries.names():
+                    self._keeper.usage(tree)  # creates the ledger: there is no file to count
         return tree
 
     def _read_or_write_settings(self, root: Folder, *, create: bool) -> StoreSettings:
-        with suppress(SettingsLost):
-            content = self._defaults.to_json()
+        """Read the settings. If they cannot be read any more, the present ones stay in force."""
+        try:
             settings = read_settings(root)
-            if settings is None and create and not root.add(NAME, content):
-                settings = read_settings(root)
-            return settings or self._defaults
-        # Not rewritten: these may be the defaults of a command, and would apply to every process.
-        logger.error(
-            "config.json of the store in %s is empty or cut, as after a power failure. This "
-            "process uses the settings of its URL, or the defaults: write those of the store with "
-            "`ec-store configure`",
-            self._config.path,
-        )
-        return self._defaults
+            if settings is None and create:
+                is_new = root.add(NAME, self._defaults.to_json())
+                settings = self._defaults if is_new else read_settings(root)
+        except (SettingsInvalid, OSError) as error:
+            if not self._has_settings and not isinstance(error, SettingsLost):
+                raise
+            self._log_unread(error)
+            return self._keeper.settings
+        self._has_settings, self._unread = True, False
+        return settings or self._keeper.settings
+
+    def _log_unread(self, error: Exception) -> None:
+        if self._unread:  # logged once, not every second
+            return
+        self._unread = True
+        path = self._config.path
+        if self._has_settings:
+            logger.warning("the store in %s keeps its settings: %s", path, error)
+        else:
+            # Not rewritten: these may be the defaults of a command, and would apply to every
+            # process.
+            logger.error(
+                "config.json of the store in %s is empty or cut, as after a power failure. This "
+                "process uses the settings of its URL, or the defaults: write those of the store "
+                "with `ec-store configure`",
+                path,
+            )
 
     def _root(self, *, create: bool) -> Folder:
-        modes = Modes(self._defaults.dir_mode, self._defaults.file_mode)
-        return Folder.open_path(self._config.path, modes, create=create)
+        return Folder.open_path(self._config.path, self._defaults.dir_mode, create=create)
 
     def _apply_settings(self, settings: StoreSettings) -> None:
         """Apply the store's settings, and log the settings of this process that differ."""

@@ -7,21 +7,24 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any, Self, TypeVar
 
 from ec_store.base import Listed, Store, StoreStats
 from ec_store.counts import Counts
+from ec_store.disk import ledger
 from ec_store.disk.claims import give_back, take_claims
 from ec_store.disk.config import DiskConfig, StoreSettings
 from ec_store.disk.entry_files import EntryFiles, blob_bytes, load_header, write_entry
 from ec_store.disk.eviction_policy import taken_bytes
 from ec_store.disk.files import NO_ROOM, Folder, close_quietly, is_regular
 from ec_store.disk.housekeeping import Housekeeping
-from ec_store.disk.leases import add_leases, count_leased, leased_digests
+from ec_store.disk.leases import add_lease, count_leased, lease_folder, leased_digests
+from ec_store.disk.ledger import Usage
 from ec_store.disk.listing import list_entries, valid_registrations
-from ec_store.disk.lock import lock
+from ec_store.disk.lock import try_lock, unlock
 from ec_store.disk.opening import DiskOpening
-from ec_store.disk.tree import Tree, release_name, staging_name
+from ec_store.disk.tree import Tree
 from ec_store.entry import MAX_HEADER_BYTES, Entry, EntryInfo
 from ec_store.errors import (
     CorruptEntry,
@@ -39,10 +42,12 @@ TOUCH_EVERY_S = 1.0
 
 ROOM_MADE = 3
 """Upper bound of the times that a put makes room on a full file system, each time twice as much.
-Beside its bytes, an entry takes up to four files: folders, and a second name."""
+Beside its bytes, an entry takes up to three files: two of them are folders."""
 
-SHARING = (
-    "; to share a store, users need its group, and dir_mode=2770 and file_mode=0660 in each URL"
+SHARING = "; to share a store, users need its group, and dir_mode=2770 in each URL"
+
+NO_UNNAMED = (
+    ": its file system has no files without a name (O_TMPFILE); use tmpfs, ext4, XFS or Btrfs"
 )
 
 
@@ -54,7 +59,7 @@ class SharedDiskStore(Store):
         self._config = config
         self._create = create
         self.counts = Counts()
-        self._keeper = Housekeeping(self.counts)
+        self._keeper = Housekeeping(self.counts, restores=create)
         self._opening = DiskOpening(config, self._keeper, create=create)
         self._files = EntryFiles()
 
@@ -71,6 +76,8 @@ class SharedDiskStore(Store):
             self._opening.probe()
         except OSError as error:
             advice = SHARING if isinstance(error, PermissionError) else ""
+            if error.errno in {errno.EOPNOTSUPP, errno.EISDIR}:
+                advice = NO_UNNAMED
             raise self._problem(f"{self._config.path} cannot be used", error, advice) from error
 
     @property
@@ -111,22 +118,26 @@ class SharedDiskStore(Store):
         return [self._read(key, load_header, use=False) for key in keys]
 
     def lease(self, keys: Sequence[EntryKey], seconds: float) -> list[EntryInfo | None]:
-        """Lease entries (see `Store.lease`). If leases cannot be written, all keys are misses."""
-        found = [self._read(key, load_header, use=True) for key in keys]
-        present = [key.digest for key, info in zip(keys, found, strict=True) if info]
-        if not present:
-            return found
-        try:
-            tree = self._opening.tree()
-            add_leases(tree.leases, present, seconds, time.time())
-        except OSError as error:
-            self._opening.handle_error(error)
-            return [None] * len(keys)
-        # Checked again: an evictor may have removed the entry before it saw the lease.
-        return [
-            info if info and tree.has_entry(key.digest) else None
-            for key, info in zip(keys, found, strict=True)
-        ]
+        """Lease entries (see `Store.lease`). An entry is a miss if its lease cannot be written."""
+
+        @cache
+        def leases() -> Folder:
+            return lease_folder(self._opening.tree().leases, seconds, time.time())
+
+        def load_and_lease(key: EntryKey, fd: int, size: int) -> EntryInfo:
+            info = load_header(key, fd, size)
+            # An evictor locks an entry before it looks for leases.
+            if not try_lock(fd, shared=True):
+                raise FileNotFoundError(errno.ENOENT, "it is being evicted")
+            try:
+                if not os.fstat(fd).st_nlink:
+                    raise FileNotFoundError(errno.ENOENT, "it was evicted")
+                add_lease(leases(), key.digest)
+            finally:
+                unlock(fd)
+            return info
+
+        return [self._read(key, load_and_lease, use=True) for key in keys]
 
     def claim(self, keys: Sequence[EntryKey], owner: str, seconds: float) -> list[bool]:
         """Claim entries (see `Store.claim`). Of several owners at once, one gets a claim."""
@@ -139,13 +150,11 @@ class SharedDiskStore(Store):
     def release(self, keys: Sequence[EntryKey], owner: str) -> None:
         name = owner_bytes(owner)
         with self._translate_errors("claims could not be released"):
-            tree = self._opening.tree()
-            for key in keys:
-                give_back(tree.claims, key.digest, name)
+            give_back(self._opening.tree().claims, [key.digest for key in keys], name)
 
     def delete(self, keys: Sequence[EntryKey]) -> int:
         with self._translate_errors("entries could not be deleted"):
-            tree = self._opening.counted()
+            tree = self._opening.tree()
             return sum(self._delete(tree, key.digest) for key in keys)
 
     def purge(self, namespace: str) -> int:
@@ -176,18 +185,18 @@ class SharedDiskStore(Store):
     def evict(self) -> int:
         """Bring the store under its quota; return the number of removed entries."""
         with self._translate_errors("the store cannot be evicted from"):
-            return self._keeper.evict(self._opening.counted())
+            return self._keeper.evict(self._opening.tree())
 
     def sweep(self, every_s: float = 0.0) -> int:
         """Sweep (see `Store.sweep`), unless another process is sweeping."""
         with self._translate_errors("the store cannot be swept"):
-            tree = self._opening.counted()
+            tree = self._opening.tree()
             return self._keeper.sweep(tree, every_s) + self._keeper.evict(tree)
 
     def stats(self) -> StoreStats:
         with self._translate_errors("the store cannot be read"):
-            tree = self._opening.counted()
-            usage = self._keeper.ledger.total(tree.root)
+            tree = self._opening.tree()
+            usage = self._keeper.usage(tree)
             quota_bytes = self._keeper.quota_bytes(tree.file_system())
             leased = count_leased(tree.leases, time.time())
         return StoreStats(
@@ -221,7 +230,6 @@ class SharedDiskStore(Store):
         try:
             yield
         except OSError as error:
-            self._opening.handle_error(error)
             raise self._problem(what, error) from error
 
     def _problem(self, what: str, error: OSError, advice: str = "") -> StoreUnavailable:
@@ -230,98 +238,40 @@ class SharedDiskStore(Store):
         return StoreUnavailable(f"{what}: {error.strerror or error}{advice}")
 
     def _put(self, key: EntryKey, entry: Entry, size: int, *, replace: bool) -> bool:
-        tree = self._opening.counted(create=True)
-        if not replace:
-            if self._read(key, load_header, use=True):
-                return False
-            replace = self._is_ignored(tree, key.digest)
-        evicted = False
-        for room_bytes in (taken_bytes(size) << n for n in range(ROOM_MADE)):
+        if not replace and self._read(key, load_header, use=True) is not None:
+            return False
+        for attempt in range(ROOM_MADE + 1):
+            tree, is_last = self._opening.tree(create=True), attempt == ROOM_MADE
             try:
-                return self._write(
-                    self._opening.counted(create=True), key, entry, size, replace=replace
-                )
+                return self._write(tree, key, entry, size, replace=replace)
             except OSError as error:
                 if error.errno in NO_ROOM:
-                    if not self._keeper.free_space(self._opening.tree(), room_bytes):
-                        break
-                    evicted = True
-                elif error.errno in {errno.ENOENT, errno.EUCLEAN}:
-                    # The directory was removed while it was open, or its ledger was.
-                    self._opening.reopen_later()
-                else:
+                    if is_last:
+                        self._keeper.record_useless()
+                    if is_last or not self._keeper.free_space(tree, taken_bytes(size) << attempt):
+                        raise
+                elif is_last or error.errno not in {errno.ENOENT, errno.EUCLEAN}:
                     raise
-        # The last time, with room or with the directory that is there now.
-        try:
-            return self._write(
-                self._opening.counted(create=True), key, entry, size, replace=replace
-            )
-        except OSError as error:
-            if evicted and error.errno in NO_ROOM:
-                self._keeper.record_useless()
-            raise
+                else:  # the directory was removed while it was open, or its ledger was
+                    self._opening.reopen_later()
+        raise AssertionError
 
-    def _is_ignored(self, tree: Tree, digest: str) -> bool:
-        """Return whether readers ignore an entry, which occupies the name of a new one.
-
-        It is expired, too large or of another format. Readers of another release may have leased an
-        entry of their format: it is not ignored.
-        """
-        try:
-            fd = tree.open(digest)
-        except OSError:
-            return False
-        try:
-            status = os.fstat(fd)
-            if not self._is_live(status):
-                return True
-            load_header(None, fd, status.st_size)
-        except OtherFormat:
-            return not leased_digests(tree.leases, [digest], time.time())
-        except (CorruptEntry, OSError):  # a corrupt one is removed by the next reader
-            return False
-        finally:
-            close_quietly(fd)
-        return False
-
-    # The ledger has the size of each entry from before its first byte until after its last file is
-    # gone. Released by: `_write` if the entry is not published; `_replace` for the entry before it;
-    # `_delete`, `_remove_corrupt` and eviction.
     def _write(self, tree: Tree, key: EntryKey, entry: Entry, size: int, *, replace: bool) -> bool:
         digest, taken = key.digest, taken_bytes(size)
-        staging = staging_name(digest, size)
-        folder, fd = tree.create(digest, staging)
-        charged = published = False
+        self._keeper.make_room(tree, taken)
+        fd = tree.entries.create_unnamed()
         try:
-            # Locked until it is published: an unlocked staging file was left by a crash.
-            lock(fd)
-            # Charged after the staging file, which names its size, exists, and before its first
-            # byte: no writer exceeds the quota while it checks.
-            self._keeper.ledger.charge(tree.root, taken)
-            charged = True
-            self._keeper.make_room(tree, taken)
             write_entry(key, entry, fd)
-            if replace:
-                self._replace(tree, folder, staging, digest)
-            else:
-                staging = release_name(folder, staging, digest)
-            published = replace or folder.publish(staging, digest)
+            if _publish(tree, fd, digest, taken, replace=replace):
+                return True
+            if self._read(key, load_header, use=True) is not None:
+                return False
+            # An entry that readers ignore has the name. Readers of another release may lease it.
+            if leased_digests(tree.leases, [digest], time.time()):
+                return False
+            return _publish(tree, fd, digest, taken, replace=True)
         finally:
-            removed = folder.remove(staging)
             close_quietly(fd)
-            if charged and not published and removed:
-                # A file that stays is released with the leftovers, or by the next sweep.
-                self._keeper.ledger.release(tree.root, taken)
-        return published
-
-    def _replace(self, tree: Tree, folder: Folder, staging: str, digest: str) -> None:
-        """Publish over an entry, and release its charge, as each removal of an entry does."""
-        before = 0
-        with suppress(OSError):
-            before = taken_bytes(folder.stat(digest).st_size)
-        folder.rename(staging, digest)
-        if before:
-            self._keeper.ledger.release(tree.root, before)
 
     def _read(
         self, key: EntryKey, load: Callable[[EntryKey, int, int], T], *, use: bool
@@ -332,7 +282,6 @@ class SharedDiskStore(Store):
             tree = self._opening.tree()
             fd = tree.open(digest)
         except OSError as error:
-            self._opening.handle_error(error)
             if tree is not None and error.errno == errno.ELOOP:  # a link in place of an entry
                 self._remove_corrupt(tree, digest)
             return None
@@ -346,9 +295,7 @@ class SharedDiskStore(Store):
             loaded = load(key, fd, status.st_size)
             if use:
                 self._touch(fd, status)
-        except OSError as error:
-            self._opening.handle_error(error)
-        except OtherFormat:
+        except (OSError, OtherFormat):
             return None
         except CorruptEntry:
             self._remove_corrupt(tree, digest, status.st_ino)
@@ -376,17 +323,37 @@ class SharedDiskStore(Store):
             status = folder.stat(digest)
             if inode not in {None, status.st_ino}:
                 return
-            if folder.remove(digest) or folder.remove_folder(digest):
-                self.counts.add(corrupt=1)
-                if is_regular(status):
-                    self._keeper.ledger.release(tree.root, taken_bytes(status.st_size))
+            if is_regular(status):
+                ledger.remove_entry(tree.root, folder, digest, inode)
+            elif not (folder.remove(digest) or folder.remove_folder(digest)):
+                return
+            self.counts.add(corrupt=1)
 
     def _delete(self, tree: Tree, digest: str) -> bool:
         try:
-            folder = tree.folder(digest)
-            size = folder.stat(digest).st_size
-            os.unlink(digest, dir_fd=folder.fd)
+            ledger.remove_entry(tree.root, tree.folder(digest), digest)
         except FileNotFoundError:
             return False
-        self._keeper.ledger.release(tree.root, taken_bytes(size))
         return True
+
+
+def _publish(tree: Tree, fd: int, digest: str, taken: int, *, replace: bool) -> bool:
+    """Give a file the name of an entry, and charge it; False if there is an entry."""
+
+    def publish(folder: Folder) -> bool:
+        before = 0
+        with ledger.changing(tree.root) as change:
+            if replace:
+                with suppress(FileNotFoundError):
+                    before = taken_bytes(folder.stat(digest).st_size)
+                folder.publish_over(fd, digest)
+            elif not folder.publish(fd, digest):
+                return False
+            try:
+                change(Usage(taken, 1, before, 1 if before else 0))
+            except OSError:
+                folder.remove(digest)
+                raise
+        return True
+
+    return tree.in_folder(digest, publish)

@@ -7,7 +7,7 @@ need commands that a narrow ACL user may not run.
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from typing import cast
 
 import redis
@@ -21,10 +21,6 @@ ALL = 2**31
 
 MOST_MOVES = 5
 """Upper bound of the moves to other nodes that one call follows."""
-
-RELOAD_S = 1.0
-"""Minimum interval in seconds between two loads of the slot map because of moved keys. Each move is
-applied at once: loading the map updates the other slots."""
 
 
 _FAILING_OVER = (
@@ -53,8 +49,6 @@ class RedisClient:
         self._options = options
         self._nodes = {address: Node(address, options) for address in options.addresses}
         self._slots: list[Node | None] = []
-        self._moved = False
-        self._loaded_s = 0.0
         self._bound = _Bound()
         self._closed = False
 
@@ -107,7 +101,6 @@ class RedisClient:
             return []
         replies: dict[int, Reply] = {}
         deadline_s = self._deadline_s()
-        self._reload(deadline_s)
         moves = failures = 0
         while True:
             todo = {
@@ -125,10 +118,14 @@ class RedisClient:
 
     def each_master(self, command: Command) -> list[tuple[Node, Reply]]:
         """Return each master with its reply to a command without a key."""
-        try:
-            nodes = self._masters(self._deadline_s())
-        except redis.RedisError as error:
-            raise _translated(error) from None
+        if not self._options.cluster:
+            nodes = [self._nodes[self._options.addresses[0]]]
+        else:  # the present map may lack a node that this process has not used
+            try:
+                slots = self._loaded(self._deadline_s())
+            except redis.RedisError as error:
+                raise _translated(error) from None
+            nodes = list(dict.fromkeys(node for node in slots if node))
         return [(node, self.ask_node(node, command)) for node in nodes]
 
     def ask_node(self, node: Node, command: Command) -> Reply:
@@ -231,7 +228,6 @@ class RedisClient:
             address = Address(error.host or node.address.host, error.port)
             if slots := self._slots:
                 slots[error.slot_id] = self._node(address)
-            self._moved = True
         elif _is_stale(error):
             node.close_connections()
             self._slots = []
@@ -247,7 +243,7 @@ class RedisClient:
         self, commands: Mapping[int, Command], deadline_s: float
     ) -> list[tuple[Node, list[int]]]:
         if not self._options.cluster:
-            return [(self._masters(deadline_s)[0], list(commands))]
+            return [(self._nodes[self._options.addresses[0]], list(commands))]
         # A local reference: another thread may replace the map meanwhile.
         slots = self._slots or self._loaded(deadline_s)
         groups: dict[Node, list[int]] = {}
@@ -258,24 +254,7 @@ class RedisClient:
             groups.setdefault(node, []).append(number)
         return list(groups.items())
 
-    def _masters(self, deadline_s: float) -> list[Node]:
-        if not self._options.cluster:
-            return [self._nodes[self._options.addresses[0]]]
-        slots = self._slots or self._loaded(deadline_s)
-        return list(dict.fromkeys(node for node in slots if node))
-
-    def _reload(self, deadline_s: float) -> None:
-        """Load the slot map if keys have moved, at most once in `RELOAD_S`.
-
-        This is done before a call, not during one: the queried node may know less than the `MOVED`
-        error said.
-        """
-        if self._moved and time.monotonic() - self._loaded_s >= RELOAD_S:
-            with suppress(redis.RedisError):  # the present map still leads to the nodes
-                self._loaded(deadline_s)
-
     def _loaded(self, deadline_s: float) -> list[Node | None]:
-        self._moved, self._loaded_s = False, time.monotonic()
         problem: redis.RedisError = redis.ConnectionError("no node is known")
         for node in sorted(self._nodes.values(), key=lambda node: node.failed_s):
             # Less than the whole deadline: if one node hangs, the next one has the map too.

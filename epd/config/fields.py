@@ -192,8 +192,6 @@ Origins = _JsonList[
         ),
     ]
 ]
-Methods = _JsonList[Annotated[str, _matches(TOKEN, "the name of a method or a header")]]
-HeaderNames = Methods
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 SecondsOrNone = Annotated[float, Field(ge=0, allow_inf_nan=False)]

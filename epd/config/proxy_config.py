@@ -17,7 +17,6 @@ NEEDS = (
     ("registration_store", "dynamic_registration", ""),
     ("kv_events_addrs", "kv_events", ""),
     ("ssl_ca_certs", "ssl_certfile", ""),
-    ("allow_credentials", "allowed_origins", ""),
     # Without keys all clients are one tenant, and any client could lock out the others.
     ("tenant_max_requests", "api_keys_file", ""),
     ("tenant_requests_per_minute", "api_keys_file", ""),

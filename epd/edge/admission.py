@@ -38,10 +38,6 @@ class Ticket:
             await self._called.wait()
 
 
-class QueueFull(Exception):
-    """Error: all places are taken, and the queue is full."""
-
-
 class FairQueue:
     """Bounded places and a bounded queue, fair between tenants.
 
@@ -59,18 +55,17 @@ class FairQueue:
         """Queues per tenant, none of them empty; the first one is next. Each queue is a dict,
         because a request may leave from any position."""
 
-    def enter_queue(self, tenant: Tenant) -> Ticket:
+    def enter_queue(self, tenant: Tenant) -> Ticket | None:
         """Return a ticket, with a place or in the queue. It must be passed to `leave_queue` once.
 
-        Raises:
-            QueueFull: all places are taken, and the queue has no room for this tenant.
+        Return None if the queue has no room for this tenant.
         """
         if self.inside < self._places:  # then the queue is empty
             self.inside += 1
             return Ticket(tenant, "inside")
+        if self.waiting >= self._queue and not self._make_room(tenant):
+            return None
         ticket = Ticket(tenant)
-        if self.waiting >= self._queue:
-            self._make_room(tenant)
         self._lines.setdefault(tenant, {})[ticket] = None
         self.waiting += 1
         return ticket
@@ -94,14 +89,15 @@ class FairQueue:
             self.inside += 1
             ticket.call("inside")
 
-    def _make_room(self, tenant: Tenant) -> None:
+    def _make_room(self, tenant: Tenant) -> bool:
         longest = max(self._lines.values(), key=len, default={})
         # If the longest line exceeds the tenant's own by at most 1, a swap would gain nothing.
         if len(longest) <= len(self._lines.get(tenant, ())) + 1:
-            raise QueueFull
+            return False
         last = next(reversed(longest))
         self._unqueue(last)
         last.call("displaced")
+        return True
 
     def _unqueue(self, ticket: Ticket) -> None:
         line = self._lines[ticket.tenant]
@@ -163,16 +159,11 @@ class AdmittedRequest(HeldBytes):
         admission, use = self._admission, self._use
         most = admission.config.tenant_max_requests
         use.begin_request()  # counted before the others' are read: see `TenantLedger`
-        try:
-            if most is not None and use.total_requests() > most:
-                raise admission.refusal("tenant_requests")
-            self._ticket = admission.door.enter_queue(self._tenant)
-        except QueueFull:
+        has_room = most is None or use.total_requests() <= most
+        self._ticket = admission.door.enter_queue(self._tenant) if has_room else None
+        if self._ticket is None:
             use.end_request()
-            raise admission.refusal("queue_full") from None
-        except TooManyRequests:
-            use.end_request()
-            raise
+            raise admission.refusal("queue_full" if has_room else "tenant_requests")
         return self._ticket
 
     @property

@@ -7,8 +7,8 @@ import os
 import socket
 import ssl
 import stat
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -29,6 +29,10 @@ lowers it to `net.core.somaxconn`, which `epd doctor` checks. Beyond it, the ker
 packets of further clients, which send them again after 1 s."""
 ACCEPT_AGAIN_S = 0.5
 """Delay after a failed accept, in seconds."""
+
+Sockets = tuple[socket.socket, ...]
+Address = tuple[Any, ...]
+"""Address for the socket functions: host, port, and for IPv6 flow and scope."""
 
 
 @contextmanager
@@ -142,6 +146,60 @@ def binding_errors(config: ServingSettings) -> Iterator[None]:
         raise CannotListen(f"cannot listen on {where}: {error.strerror or error}") from error
 
 
+@contextmanager
+def bound_sockets(config: ConfigFields) -> Iterator[list[Sockets]]:
+    """Yield sockets on one port: for each worker, one per address of the host.
+
+    All workers share one Unix socket, which has no `SO_REUSEPORT` and listens already.
+
+    Raises:
+        CannotListen: the address cannot be bound.
+    """
+    with ExitStack() as stack:
+        with binding_errors(config):
+            if config.uds is None:
+                groups = _bound_to_one_port(config, stack)
+            else:
+                shared = stack.enter_context(listening_at(config.uds))
+                groups = [(shared,)] * config.workers
+        yield groups
+
+
+def _bound_to_one_port(config: ConfigFields, stack: ExitStack) -> list[Sockets]:
+    port, by_address = config.port, list[Sockets]()
+    for family, (host, _, *scope) in _addresses(config.host):
+        # The first socket is bound without SO_REUSEPORT: bind fails if another process listens.
+        first = stack.enter_context(_bound(family, (host, port, *scope)))
+        first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, config.workers > 1)
+        bound = first.getsockname()
+        port = bound[1]
+        others = [
+            stack.enter_context(_bound(family, bound, shared=True))
+            for _ in range(config.workers - 1)
+        ]
+        by_address.append((first, *others))
+    return list(zip(*by_address, strict=True))
+
+
+def _addresses(host: str) -> list[tuple[int, Address]]:
+    found = socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    return list(dict.fromkeys((family, address) for family, *_, address in found))
+
+
+def _bound(family: int, address: Address, *, shared: bool = False) -> socket.socket:
+    opened = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, shared)
+        if family == socket.AF_INET6:  # 0.0.0.0 has a socket of its own
+            opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        opened.bind(address)
+    except BaseException:
+        opened.close()
+        raise
+    return opened
+
+
 def log_listening(config: ConfigFields, address: Any, **more: object) -> None:
     """Log that a socket listens at this address: its URL for clients, and `topology_name`."""
     if config.uds is not None:
@@ -171,28 +229,26 @@ class Handshakes:
     def __init__(
         self,
         server: EdgeServer,
-        sockets: Sequence[socket.socket],
+        listener: socket.socket,
         tls: ssl.SSLContext,
         config: LimitSettings,
         background: Background,
     ) -> None:
         """Begin to accept. A handshake may take `header_timeout_s`, as a request's head may."""
-        self.sockets = sockets  # aiohttp reads their addresses
+        self.sockets = (listener,)  # aiohttp reads their addresses
         self._server = server
         self._tls = tls
         self._config = config
         self._background = background
         self._loop = asyncio.get_running_loop()
         self._begun = set[asyncio.Task[None]]()
-        for listener in sockets:
-            listener.setblocking(False)
-            listener.listen(BACKLOG)
-        self._accepting = [self._loop.create_task(self._listen(listener)) for listener in sockets]
+        listener.setblocking(False)
+        listener.listen(BACKLOG)
+        self._accepting = self._loop.create_task(self._listen(listener))
 
     def close(self) -> None:
         """Stop accepting. Handshakes that have begun continue."""
-        for accepting in self._accepting:
-            accepting.cancel()
+        self._accepting.cancel()
 
     async def _listen(self, listener: socket.socket) -> None:
         with listener:
@@ -233,31 +289,32 @@ class Site(aiohttp_private.BaseSite):
     """Listening address. A TLS handshake may take `header_timeout_s` instead of asyncio's 60 s."""
 
     def __init__(
-        self, runner: Runner, tls: ssl.SSLContext | None, background: Background, **where: Any
+        self,
+        runner: Runner,
+        tls: ssl.SSLContext | None,
+        background: Background,
+        listener: socket.socket,
     ) -> None:
-        """Set the address: `host` and `port`, or `sock`, which may be a Unix socket."""
+        """Accept clients at a bound socket, which the end of the site closes."""
         super().__init__(runner)
         self._factory = cast("EdgeServer", runner.server)
         self._tls = tls
         self._background = background
-        self._where = where
+        self._listener = listener
         self._config = runner.config
 
     @property
     def name(self) -> str:
-        return f"epd {self._where}"
+        return f"epd {self._listener.getsockname()}"
 
     async def listen(self) -> asyncio.AbstractServer:
+        if self._tls is not None:
+            accepting = Handshakes(
+                self._factory, self._listener, self._tls, self._config, self._background
+            )
+            return cast("asyncio.AbstractServer", accepting)
         loop = asyncio.get_running_loop()
-        listener = self._where.get("sock")
-        is_unix = listener is not None and listener.family == socket.AF_UNIX
+        is_unix = self._listener.family == socket.AF_UNIX
         create: Any = loop.create_unix_server if is_unix else loop.create_server
-        bound: asyncio.Server = await create(
-            self._factory, **self._where, backlog=BACKLOG, start_serving=self._tls is None
-        )
-        if self._tls is None:
-            return bound
-        listeners = [listener.dup() for listener in bound.sockets]
-        accepting = Handshakes(self._factory, listeners, self._tls, self._config, self._background)
-        bound.close()
-        return cast("asyncio.AbstractServer", accepting)
+        opened: asyncio.Server = await create(self._factory, sock=self._listener, backlog=BACKLOG)
+        return opened

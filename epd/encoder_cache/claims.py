@@ -1,17 +1,24 @@
-"""Claims of this proxy, so that other proxies on its store wait for its encode.
+"""Claims of missing entries: what makes an entry, and how all others wait for it.
 
-A claim is part of the lookup that misses, in the same visit to the store. It is a hint: any failure
-costs at most a second encode.
+An entry is made by an encode request, or by the consumer of a request that encodes and writes it.
+Of the proxies on a store, only the one with the claim makes an entry; of its requests, only one at
+a time takes the claim. All others wait for the entry. The lookup that misses claims the entry, in
+the same visit to the store. A claim is a hint: any failure costs at most a second encode.
 """
 
 import asyncio
 import secrets
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Self
+from dataclasses import dataclass, field
+from functools import partial
+from math import inf
+from typing import Literal, Self
 
+from ec_store.bounded import BoundedDict
 from ec_store.entry import EntryInfo
 from ec_store.keys import EntryKey
+from ec_store.opening import ProxyStore
+from epd.aio import Flights
 from epd.encoder_cache.client import EncoderCache
 from epd.encoder_cache.lookup import Lookup
 
@@ -19,40 +26,34 @@ CLAIM_S = 10.0
 """Lifetime of a claim after its last renewal, in seconds."""
 
 WRITTEN_WITHIN_S = 1.0
-"""Time for which a claim is kept after the encode instance has answered, because the instance is
-still writing. A waiter polls for the entry, so the claim need not be released earlier."""
+"""Time in seconds within which an entry is stored after its maker has answered. Its claim is kept
+for that time."""
+
+LATE_S = 60.0
+"""Time in seconds for which no request waits for an entry that did not appear."""
+
+CONSUMER_WAIT_S = 5.0
+"""Maximum wait of a request for entries that other requests' consumers write, in seconds. A server
+that hangs or has a long queue must not delay requests that another server could answer."""
 
 POLL_S = (0.005, 0.01, 0.02, 0.05)
-"""Delays between two lookups of an entry that another proxy encodes; the last one repeats."""
+"""Delays between two lookups of an entry that is waited for; the last one repeats."""
 
 TEND_S = 0.5
 """Interval of maintenance. Each round renews and releases claims in one call."""
 
-
-@dataclass(slots=True)
-class _Claim:
-    """A claim of this proxy.
-
-    Attributes:
-        since_s: time of the last claim or renewal, on the event loop's clock.
-        holders: number of lookups and encodes that need it.
-        until_s: time until which it is kept without a holder.
-        fresh: whether the lookup that took it is not over, and no encode has used it.
-    """
-
-    since_s: float
-    holders: int = 0
-    until_s: float = 0.0
-    fresh: bool = False
+MAX_ENTRIES = 65536
+"""Upper bound of the made entries that are remembered."""
 
 
 class Claims:
-    """Takes claims, renews them while they have holders, and releases them.
+    """Takes claims, renews and releases them, and waits for entries.
 
     Belongs to one event loop.
 
     Attributes:
         cache: client of the store with the claims.
+        consumer_wait_s: maximum wait of a request for entries that consumers write, in seconds.
     """
 
     def __init__(
@@ -61,184 +62,189 @@ class Claims:
         *,
         claim_s: float = CLAIM_S,
         written_within_s: float = WRITTEN_WITHIN_S,
+        consumer_wait_s: float = CONSUMER_WAIT_S,
         tend_s: float = TEND_S,
     ) -> None:
         self.cache = cache
+        self.consumer_wait_s = consumer_wait_s
         self._owner = secrets.token_hex(16)
         self._claim_s = claim_s
         self._written_within_s = written_within_s
         self._tend_s = tend_s
-        self._claims: dict[EntryKey, _Claim] = {}
-        self._pending: set[EntryKey] = set()
+        # Time of the release of each claim: None if the claim is free, infinite until a maker ends.
+        self._claims: dict[EntryKey, float | None] = {}
+        # When entries that were made should have been stored; without those that were found.
+        self._due_s: BoundedDict[EntryKey, float] = BoundedDict(MAX_ENTRIES)
+        self._polls: Flights[EntryKey, EntryInfo | Literal["free"] | None] = Flights()
         self._tending = False
 
     async def look_up(self, keys: Sequence[EntryKey], *, patient: bool = False) -> Lookup:
-        """Look up entries, and claim the missing ones until `end_lookup`.
+        """Look up entries, and claim the missing ones; `give_back` releases those not taken.
 
-        A `patient` lookup is for a request that cannot do without an answer. It claims nothing. Nor
-        does one with keys that this process has claimed or is looking up.
+        A `patient` lookup is for a request that cannot do without an answer.
         """
-        claiming = not patient and not any(self.is_used(key) for key in keys)
-        lookup = self.new_lookup(keys) if claiming else Lookup(keys)
-        if claiming:
-            self._pending.update(keys)
+        lookup = Lookup(keys, self._owner, self._claim_s)
         try:
             await self.cache.run_lookup(lookup, patient=patient)
         except BaseException:  # such as the cancellation of its request
-            self.drop_claims(self.hold_claims(lookup.claimed))
+            self._release([key for key in lookup.claimed if key not in self._claims])
             raise
-        finally:
-            if claiming:
-                self._pending.difference_update(keys)
-        lookup.held_keys = self.hold_claims(lookup.claimed, fresh=True)
-        return lookup
-
-    def end_lookup(self, lookup: Lookup) -> None:
-        self.drop_claims(lookup.held_keys)
-
-    def is_encoded_elsewhere(self, key: EntryKey, lookup: Lookup) -> bool:
-        """Return whether another request or another proxy encodes an entry that a lookup misses.
-
-        It is not known of other proxies if the lookup could not claim.
-        """
-        return key not in lookup.held_keys and (lookup.settled or self.is_used(key))
-
-    def is_used(self, key: EntryKey) -> bool:
-        """Return whether this process has claimed an entry, or may have in a moment."""
-        return key in self._claims or key in self._pending
-
-    def new_lookup(self, keys: Sequence[EntryKey]) -> Lookup:
-        """Return a lookup that claims missing entries, which `hold_claims` then keeps."""
-        return Lookup(keys, self._owner, self._claim_s)
-
-    async def claim_missing(self, key: EntryKey) -> Lookup:
-        """Look up an entry, and claim it if it is missing and this process does not use it.
-
-        The claim is kept for `written_within_s` for a request that takes it with `take_fresh`.
-        """
-        claiming = not self.is_used(key)
-        lookup = self.new_lookup([key]) if claiming else Lookup([key])
-        if claiming:
-            self._pending.add(key)
-        try:
-            await self.cache.run_lookup(lookup, patient=True)
-        finally:
-            if claiming:
-                self._pending.discard(key)
-            self.drop_claims(self.hold_claims(lookup.claimed, fresh=True), entry_coming=True)
-        return lookup
-
-    def take_fresh(self, key: EntryKey) -> bool:
-        """Hold the claim of a lookup that is not over. Return False if there is none to take."""
-        claim = self._claims.get(key)
-        if claim is None or not claim.fresh:
-            return False
-        claim.fresh = False
-        claim.holders += 1
-        return True
-
-    def hold_claims(self, keys: Sequence[EntryKey], *, fresh: bool = False) -> Sequence[EntryKey]:
-        """Add a holder to claims, which keeps them until `drop_claims`."""
-        now_s = asyncio.get_running_loop().time()
-        for key in keys:
-            claim = self._claims.setdefault(key, _Claim(now_s))
-            claim.holders += 1
-            claim.fresh = fresh
-        if keys and not self._tending:
+        for key in lookup.found or ():
+            self._due_s.pop(key, None)
+        for key in lookup.claimed:
+            self._claims.setdefault(key, None)
+        if lookup.claimed and not self._tending:
             self._tending = True
             self.cache.keep_running("claims", self._renew_and_release)
-        return keys
+        return lookup
 
-    def drop_claims(self, keys: Sequence[EntryKey], *, entry_coming: bool = False) -> None:
-        """Remove a holder from claims, and release those without one.
-
-        If an entry is coming, its claim is kept for the time that the instance needs to write it.
-        """
-        now_s = asyncio.get_running_loop().time()
-        until_s = now_s + self._written_within_s if entry_coming else 0.0
-        for key in keys:
-            claim = self._claims[key]
-            claim.holders -= 1
-            claim.until_s = max(claim.until_s, until_s)
-        if over := self._pop_over(keys, now_s):
-            self.cache.run_later(self.cache.release(over, self._owner))
-
-    def _pop_over(self, keys: Iterable[EntryKey], now_s: float) -> list[EntryKey]:
-        over = [
-            key
-            for key in keys
-            if not self._claims[key].holders and self._claims[key].until_s <= now_s
-        ]
-        for key in over:
+    def give_back(self, keys: Iterable[EntryKey]) -> None:
+        """Release claims that no maker has taken."""
+        free = [key for key in keys if self.is_free(key)]
+        for key in free:
             del self._claims[key]
-        return over
+        self._release(free)
+
+    def is_free(self, key: EntryKey) -> bool:
+        """Return whether this proxy has the claim of an entry, and no maker has taken it."""
+        return self._claims.get(key, inf) is None
+
+    def is_late(self, key: EntryKey) -> bool:
+        """Return whether a missing entry should have been stored, at most `LATE_S` ago.
+
+        Its maker failed to write it, or is slow, or it was evicted at once.
+        """
+        late_s = asyncio.get_running_loop().time() - self._due_s.get(key, inf)
+        return 0 <= late_s < LATE_S
+
+    def take(self, key: EntryKey) -> bool:
+        """Take a free claim for a maker, unless the entry is late. Return whether it was taken."""
+        if not self.is_free(key) or self.is_late(key):
+            return False
+        self._claims[key] = inf
+        return True
+
+    def end(self, keys: Sequence[EntryKey], *, entry_coming: bool) -> None:
+        """End the making of entries, and release their claims: later if the entries are coming."""
+        if entry_coming:
+            until_s = asyncio.get_running_loop().time() + self._written_within_s
+            for key in keys:
+                self._claims[key] = self._due_s[key] = until_s
+            return
+        for key in keys:
+            del self._claims[key]
+        self._release(keys)
+
+    async def poll(self, key: EntryKey) -> EntryInfo | Literal["free"] | None:
+        """Return an entry once it is stored, or "free" once its claim is free.
+
+        All waits of this proxy for one entry share one poll. None: the store does not answer, or
+        the entry is late.
+        """
+        return await self._polls.join(key, partial(self._poll, key))
+
+    async def _poll(self, key: EntryKey) -> EntryInfo | Literal["free"] | None:
+        delays_s = iter(POLL_S)
+        while True:
+            lookup = await self.look_up([key], patient=True)
+            found = (lookup.found or {}).get(key)
+            if found is not None or not lookup.settled or self.is_late(key):
+                return found
+            if self.is_free(key):
+                return "free"
+            await asyncio.sleep(next(delays_s, POLL_S[-1]))
+
+    def note_late(self, key: EntryKey) -> None:
+        """Note that an entry was not stored while a request waited for it."""
+        self._due_s[key] = asyncio.get_running_loop().time()
+
+    def _release(self, keys: Sequence[EntryKey]) -> None:
+        if keys:
+            self.cache.run_later(self.cache.release(keys, self._owner))
 
     async def _renew_and_release(self) -> None:
         clock = asyncio.get_running_loop().time
+        renew_s = clock() + self._claim_s / 3
         while self._claims:
             await asyncio.sleep(self._tend_s)
-            await self.cache.release(self._pop_over([*self._claims], clock()), self._owner)
-            await self._renew(
-                [
-                    key
-                    for key, claim in self._claims.items()
-                    if clock() - claim.since_s > self._claim_s / 3
-                ]
-            )
+            now_s = clock()
+            over = [key for key, until_s in self._claims.items() if (until_s or inf) <= now_s]
+            for key in over:
+                del self._claims[key]
+            await self.cache.release(over, self._owner)
+            if self._claims and now_s >= renew_s:
+                renew_s = now_s + self._claim_s / 3
+                keys = [*self._claims]
+                await self.cache.call("renew", partial(self._renew, keys))
         self._tending = False
 
-    async def _renew(self, keys: Sequence[EntryKey]) -> None:
-        now_s = asyncio.get_running_loop().time()
-        for key in keys:
-            self._claims[key].since_s = now_s
-        if keys:
-            await self.cache.call(
-                "renew", lambda store: store.claim(keys, self._owner, self._claim_s)
-            )
+    async def _renew(self, keys: Sequence[EntryKey], store: ProxyStore) -> list[bool]:
+        return await store.claim(keys, self._owner, self._claim_s)
 
 
 @dataclass(slots=True, eq=False)
-class EncodeClaim:
-    """Claim of an entry while an encode instance encodes it: a context manager.
+class MakerClaims:
+    """Claims that one maker of entries has taken: a context manager that releases them.
 
-    Other proxies on the same store wait while it is open. After the exit they continue to wait for
-    the entry, because an encode instance answers before it has written the entry.
-
-    Attributes:
-        is_held: whether this proxy has the claim.
-        entry_coming: whether an encode instance is writing the entry; set by the caller.
+    The maker is an encode request, or the consumer of a request. Without a store it has no claims.
     """
 
-    _claims: Claims
-    _key: EntryKey
-    is_held: bool = False
-    entry_coming: bool = False
+    _claims: Claims | None
+    _keys: list[EntryKey] = field(default_factory=list)
 
     def __enter__(self) -> Self:
-        """Take the claim of the request's lookup, unless another encode has used it."""
-        self.is_held = self._claims.take_fresh(self._key)
         return self
 
-    async def wait_for_turn(self, wait_s: float) -> EntryInfo | None:
-        """Return the entry as soon as it is stored. None: this proxy may encode it.
-
-        It may if it gets the claim, if the store does not answer, or after `wait_s`.
-        """
-        clock = asyncio.get_running_loop().time
-        deadline_s = clock() + wait_s
-        delays_s = iter(POLL_S)
-        while True:
-            lookup = self._claims.new_lookup([self._key])
-            try:
-                await self._claims.cache.run_lookup(lookup, patient=True)
-            finally:
-                self.is_held = bool(self._claims.hold_claims(lookup.claimed))
-            found = (lookup.found or {}).get(self._key)
-            if found or self.is_held or not lookup.settled or clock() > deadline_s:
-                return found
-            await asyncio.sleep(next(delays_s, POLL_S[-1]))
-
     def __exit__(self, *_: object) -> None:
-        """Release the claim: at once if no entry is being written."""
-        if self.is_held:
-            self._claims.drop_claims([self._key], entry_coming=self.entry_coming)
+        self.end(entry_coming=False)
+
+    def take(self, key: EntryKey) -> bool:
+        """Take a free claim. Return whether this maker has it, maybe from before."""
+        if key not in self._keys and self._claims is not None and self._claims.take(key):
+            self._keys.append(key)
+        return key in self._keys
+
+    def wait_limit_s(self, keys: Sequence[EntryKey | None]) -> float:
+        """Take the free claims. Return how long a request may wait for all the entries, in seconds.
+
+        It is 0 if its consumer makes one of them: two requests must not wait for each other.
+        """
+        claims = self._claims
+        if claims is None:
+            return 0.0
+        shared = [key for key in keys if key is not None and not claims.is_late(key)]
+        for key in shared:
+            self.take(key)
+        return 0.0 if self._keys or len(shared) < len(keys) else claims.consumer_wait_s
+
+    async def wait(self, key: EntryKey, wait_s: float) -> EntryInfo | None:
+        """Return an entry that others make, as soon as it is stored.
+
+        None: this maker makes it. It has the claim, because the other maker failed. Or it has none:
+        the store does not answer, or the entry did not appear in time. Such an entry is late: for
+        `LATE_S`, no request waits for it or takes its claim.
+        """
+        claims = self._claims
+        if claims is None:
+            return None
+        try:
+            async with asyncio.timeout(wait_s):
+                while not self.take(key):
+                    if (found := await claims.poll(key)) != "free":
+                        return found
+        except TimeoutError:
+            claims.note_late(key)
+        finally:
+            claims.give_back([key])
+        return None
+
+    def hand_over(self) -> "MakerClaims":
+        """Return the claims for the answer of the request, and have none any more."""
+        keys, self._keys = self._keys, []
+        return MakerClaims(self._claims, keys)
+
+    def end(self, *, entry_coming: bool) -> None:
+        """Release the claims; `entry_coming` tells whether the entries are being written."""
+        keys, self._keys = self._keys, []
+        if self._claims is not None:
+            self._claims.end(keys, entry_coming=entry_coming)

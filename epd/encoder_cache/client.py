@@ -6,7 +6,7 @@ bypasses it: every lookup is a miss, and requests are served as without a store.
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from contextvars import Context
 from typing import Any, Literal, Self, TypeVar
@@ -64,8 +64,6 @@ Operation = Literal[
     "delete",
 ]
 """Operations of the store."""
-READS = frozenset[Operation]({"get_name"})
-"""Operations by `EncoderCache.call` that read. Reads and writes have breakers of their own."""
 Result = Literal["ok", "timeout", "error", "skipped"]
 """Results of an operation. `skipped`: the store is not open, or is bypassed after failures."""
 
@@ -152,8 +150,7 @@ class EncoderCache:
         if self._store is None or self._reading.open:
             self.operations["lookup", "skipped"] += 1
             return
-        if self._writing.open:
-            look.skip_claims()
+        look.skips_claims = look.owner is not None and self._writing.open
         failure: Exception | None = None
         try:
             await self._look_up_in_time(look, self._store, patient=patient)
@@ -162,7 +159,11 @@ class EncoderCache:
         self._count_lookup(look, failure)
         if look.found:
             self.found_bytes += sum([info.size_bytes for info in look.found.values()])
-            self._lease_again(look.found)
+            until_s = asyncio.get_running_loop().time() + self._config.ec_store_lease_s
+            # Those with less than `ec_store_lease_s` left of their lease.
+            short = [key for key in look.found if self._leased.get(key, 0.0) < until_s]
+            if short:
+                self.run_later(self.lease(short))
 
     def _count_lookup(self, look: Lookup, failure: Exception | None) -> None:
         if look.found is None:
@@ -171,13 +172,13 @@ class EncoderCache:
             return
         self.operations["lookup", "ok"] += 1
         self._reading.succeeded()
-        if look.problem is not None or look.abandoned:
-            self.operations["claim", "error" if look.problem else "timeout"] += 1
-            self._writing.record_failure(look.problem or LATE)
+        if failure is not None or look.abandoned:
+            self.operations["claim", "error" if failure else "timeout"] += 1
+            self._writing.record_failure(failure or LATE)
         elif look.settled:
             self.operations["claim", "ok"] += 1
             self._writing.succeeded()
-        elif look.skipped_claims and len(look.found) < len(look.keys):
+        elif look.skips_claims and len(look.found) < len(look.keys):
             self.operations["claim", "skipped"] += 1
 
     async def _look_up_in_time(self, look: Lookup, store: ProxyStore, *, patient: bool) -> None:
@@ -187,25 +188,16 @@ class EncoderCache:
             visit = store.begin_visit(look.run)
         else:
             visit = asyncio.ensure_future(look.ask(store))
+        visit.add_done_callback(_retrieve_error)
         try:
-            await _ended(visit, PATIENT_S if patient else self._config.ec_store_budget_s)
-            if look.found is not None and not visit.done():
-                await _ended(visit, PATIENT_S)
+            for limit_s in (PATIENT_S if patient else self._config.ec_store_budget_s, PATIENT_S):
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(limit_s):
+                        await asyncio.shield(visit)
+                if visit.done() or look.found is None:
+                    break
         finally:
-            if visit.done():
-                _seen(visit)  # the request may be cancelled at this very moment
-            else:
-                look.abandoned = True
-                visit.add_done_callback(_seen)
-        if visit.done():
-            visit.result()
-
-    def _lease_again(self, keys: Iterable[EntryKey]) -> None:
-        """Lease entries with less than `ec_store_lease_s` left of their lease."""
-        until_s = asyncio.get_running_loop().time() + self._config.ec_store_lease_s
-        short = [key for key in keys if self._leased.get(key, 0.0) < until_s]
-        if short:
-            self.run_later(self.lease(short))
+            look.abandoned = not visit.done()
 
     async def lease(self, keys: Sequence[EntryKey]) -> None:
         """Protect entries from eviction for a while.
@@ -246,8 +238,11 @@ class EncoderCache:
     async def call(
         self, operation: Operation, call: Callable[[ProxyStore], Awaitable[T]]
     ) -> T | None:
-        """Return the store's answer; None if it did not answer, or is bypassed."""
-        breaker = self._reading if operation in READS else self._writing
+        """Return the store's answer; None if it did not answer, or is bypassed.
+
+        Reads and writes have breakers of their own.
+        """
+        breaker = self._reading if operation == "get_name" else self._writing
         if self._store is None or breaker.open:
             self.operations[operation, "skipped"] += 1
             return None
@@ -317,26 +312,8 @@ class EncoderCache:
         task.add_done_callback(self._tasks.discard)
 
 
-async def _ended(visit: "asyncio.Future[None]", timeout_s: float) -> None:
-    """Wait for the end of a visit, with a timeout: a cheaper `asyncio.wait` for one future."""
-    loop = asyncio.get_running_loop()
-    waiter = loop.create_future()
-
-    def wake(*_: object) -> None:
-        if not waiter.done():
-            waiter.set_result(None)
-
-    timer = loop.call_later(timeout_s, wake)
-    visit.add_done_callback(wake)
-    try:
-        await waiter
-    finally:
-        timer.cancel()
-        visit.remove_done_callback(wake)
-
-
-def _seen(visit: "asyncio.Future[None]") -> None:
-    """Retrieve an exception without a waiter, so that asyncio does not log it."""
+def _retrieve_error(visit: "asyncio.Future[None]") -> None:
+    """Retrieve an exception that may have no waiter left, so that asyncio does not log it."""
     if not visit.cancelled():
         visit.exception()
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from ec_store.base import Store
 from ec_store.entry import EntryInfo
-from ec_store.errors import StoreError
 from ec_store.keys import EntryKey
 from ec_store.opening import ProxyStore
 
@@ -20,10 +19,8 @@ class Lookup:
         claim_s: lifetime of the claims in seconds.
         found: stored entries; None until the store has answered.
         claimed: missing keys that were claimed. A visit that is abandoned may still add some.
-        held_keys: those of them that `Claims` holds for the lookup.
         settled: whether the store has answered the claims of all missing keys.
-        problem: error of the claims, if any.
-        skipped_claims: whether `skip_claims` disabled the claims.
+        skips_claims: whether the claims are skipped, because writing to the store fails.
         abandoned: whether the request waits no longer for the rest of the visit, which then
             releases at once all claims that it takes.
     """
@@ -33,38 +30,26 @@ class Lookup:
     claim_s: float = 0.0
     found: Mapping[EntryKey, EntryInfo] | None = None
     claimed: Sequence[EntryKey] = ()
-    held_keys: Sequence[EntryKey] = ()
     settled: bool = False
-    problem: Exception | None = None
-    skipped_claims: bool = False
+    skips_claims: bool = False
     abandoned: bool = False
 
     def run(self, store: Store) -> None:
         """Look up the entries and claim the missing ones, which may block.
 
         Raises:
-            StoreError: the store did not answer.
+            StoreError: the store did not answer; `found` tells whether it answered the lookup.
+            ValueError: as `Store.claim`.
         """
-        infos = store.lookup(self.keys)
-        self.found = {info.key: info for info in infos if info is not None}
-        missing = [key for key, info in zip(self.keys, infos, strict=True) if info is None]
-        owner = self.owner
-        if owner is None or not missing or self.abandoned:
+        self.found = _entries(store.lookup(self.keys))
+        missing = [key for key in self.keys if key not in self.found]
+        if self.owner is None or self.skips_claims or not missing or self.abandoned:
             return
-        try:
-            claims = store.claim_or_find(missing, owner, self.claim_s)
-            late = {info.key: info for info in claims if isinstance(info, EntryInfo)}
-            self.found = {**self.found, **late}
-            self.claimed = [
-                key for key, claim in zip(missing, claims, strict=True) if claim is True
-            ]
-            self.settled = True
-            # Read after `claimed` is set: an abandoning request sets `abandoned` before it reads
-            # `claimed`.
-            if self.abandoned and self.claimed:
-                store.release(self.claimed, owner)
-        except (StoreError, ValueError) as error:
-            self.problem = error
+        self._note_claims(missing, store.claim_or_find(missing, self.owner, self.claim_s))
+        # Read after `claimed` is set: an abandoning request sets `abandoned` before it reads
+        # `claimed`.
+        if self.abandoned and self.claimed:
+            store.release(self.claimed, self.owner)
 
     async def ask(self, store: ProxyStore) -> None:
         """Look up the entries and claim the missing ones with one message.
@@ -72,19 +57,19 @@ class Lookup:
         Raises:
             StoreError: the store did not answer.
         """
-        owner, answers = self.owner, list[EntryInfo | bool | None]()
-        if owner is None:
-            answers += await store.lookup(self.keys)
-        else:
-            answers += await store.claim_or_find(self.keys, owner, self.claim_s)
-        self.found = {info.key: info for info in answers if isinstance(info, EntryInfo)}
-        if owner is not None:
-            self.settled = len(self.found) < len(self.keys)
-            self.claimed = [
-                key for key, answer in zip(self.keys, answers, strict=True) if answer is True
-            ]
-            if self.abandoned and self.claimed:
-                await store.release(self.claimed, owner)
+        if self.owner is None or self.skips_claims:
+            self.found = _entries(await store.lookup(self.keys))
+            return
+        answers = await store.claim_or_find(self.keys, self.owner, self.claim_s)
+        self._note_claims(self.keys, answers)
+        if self.abandoned and self.claimed:
+            await store.release(self.claimed, self.owner)
 
-    def skip_claims(self) -> None:
-        self.skipped_claims, self.owner = self.owner is not None, None
+    def _note_claims(self, keys: Sequence[EntryKey], answers: Sequence[EntryInfo | bool]) -> None:
+        self.found = {**(self.found or {}), **_entries(answers)}
+        self.claimed = [key for key, answer in zip(keys, answers, strict=True) if answer is True]
+        self.settled = len(self.found) < len(self.keys)
+
+
+def _entries(answers: Sequence[EntryInfo | bool | None]) -> dict[EntryKey, EntryInfo]:
+    return {answer.key: answer for answer in answers if isinstance(answer, EntryInfo)}

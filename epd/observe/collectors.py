@@ -8,6 +8,7 @@ from epd.conversations.conversations import RESULTS, Conversations
 from epd.edge.admission import REFUSALS, Admission
 from epd.encoder_cache.client import EncoderCache
 from epd.observe import metric_defs
+from epd.observe.metric_defs import Figure
 from epd.routing.fatal import FatalRequests
 from epd.routing.forecast import encode_work_s
 from epd.routing.health import HealthState
@@ -33,43 +34,44 @@ def admission_metrics(admission: Admission) -> Iterator[Metric]:
 
 def instance_metrics(table: InstanceTable) -> Iterator[Metric]:
     """Yield state, loads and prompts of each registered instance, and each stage's backlog."""
-    instances = _labelled(table)
-    yield metric_defs.INSTANCE_UP.metric_family(
-        [(labels, table.state(instance) in SERVING) for instance, labels in instances]
+    instances = [(instance, table.load(instance)) for instance in table.of_roles(*Role)]
+
+    def family(figure: Figure, value: Callable[[Instance, Load], float | None]) -> Metric:
+        return figure.metric_family(
+            [
+                (_labels(instance), found)
+                for instance, load in instances
+                if (found := value(instance, load)) is not None
+            ]
+        )
+
+    yield family(metric_defs.INSTANCE_UP, lambda instance, _: table.state(instance) in SERVING)
+    yield family(
+        metric_defs.INSTANCE_REQUESTS, lambda instance, _: table.under_way.get(instance, 0)
     )
-    yield metric_defs.INSTANCE_REQUESTS.metric_family(
-        [(labels, table.under_way.get(instance, 0)) for instance, labels in instances]
-    )
-    reports = [(table.load(instance).report, labels) for instance, labels in instances]
     yield metric_defs.INSTANCE_REPORTED.metric_family(
         [
-            ((*labels, state), getattr(report, state))
-            for report, labels in reports
-            if report is not None
+            ((*_labels(instance), state), getattr(load.report, state))
+            for instance, load in instances
+            if load.report is not None
             for state in ("waiting", "running")
         ]
     )
-    bandwidths = [(labels, table.load(instance).kv_bytes_per_s) for instance, labels in instances]
-    yield metric_defs.KV_BANDWIDTH.metric_family(
-        [(labels, bandwidth) for labels, bandwidth in bandwidths if bandwidth is not None]
-    )
+    yield family(metric_defs.KV_BANDWIDTH, lambda _, load: load.kv_bytes_per_s)
     yield metric_defs.ENCODE_BACKLOG.metric_family(_per_healthy(table, encode_work_s, Role.ENCODE))
     prefills = (Role.PREFILL,) if table.has(Role.PREFILL) else ANSWERING
     yield metric_defs.PREFILL_BACKLOG.metric_family(
         _per_healthy(table, lambda loads: sum(load.pending_tokens for load in loads), *prefills)
     )
-    prompts = [(labels, table.load(instance).prompts) for instance, labels in instances]
-    prompts = [(labels, found) for labels, found in prompts if found.tokens]
-    yield metric_defs.PREFIX_TOKENS.metric_family(
-        [(labels, found.tokens) for labels, found in prompts]
-    )
-    yield metric_defs.PREFIX_TOKENS_MATCHED.metric_family(
-        [(labels, found.matched) for labels, found in prompts]
+    yield family(metric_defs.PREFIX_TOKENS, lambda _, load: load.prompts.tokens or None)
+    yield family(
+        metric_defs.PREFIX_TOKENS_MATCHED,
+        lambda _, load: load.prompts.matched if load.prompts.tokens else None,
     )
 
 
-def _labelled(table: InstanceTable) -> list[tuple[Instance, tuple[str, str]]]:
-    return [(instance, (instance.role, instance.url)) for instance in table.of_roles(*Role)]
+def _labels(instance: Instance) -> tuple[str, str]:
+    return instance.role, instance.url
 
 
 def _per_healthy(
@@ -95,8 +97,8 @@ def kv_event_metrics(table: InstanceTable, event_counts: EventCounts) -> Iterato
     yield metric_defs.PREFIX_CACHE_PRECISE.metric_family(
         [
             (labels, table.load(instance).precise)
-            for instance, labels in _labelled(table)
-            if labels in counts
+            for instance in table.of_roles(*Role)
+            if (labels := _labels(instance)) in counts
         ]
     )
     for family, kinds in ((metric_defs.KV_EVENTS, EVENTS), (metric_defs.KV_EVENT_FAULTS, FAULTS)):
@@ -114,13 +116,10 @@ def store_metrics(cache: EncoderCache | None) -> Iterator[Metric]:
 
     Without a store the families have no samples.
     """
-    operations = {} if cache is None else cache.operations
-    found = {} if cache is None else {("lookup",): cache.found_bytes}
-    circuits = {} if cache is None else cache.open_circuits
-    yield metric_defs.STORE_OPERATIONS.metric_family(operations.items())
-    yield metric_defs.STORE_BYTES.metric_family(found.items())
+    yield metric_defs.STORE_OPERATIONS.metric_family(cache.operations.items() if cache else ())
+    yield metric_defs.STORE_BYTES.metric_family([(("lookup",), cache.found_bytes)] if cache else ())
     yield metric_defs.CIRCUIT_OPEN.metric_family(
-        [((name,), is_open) for name, is_open in circuits.items()]
+        [((name,), is_open) for name, is_open in cache.open_circuits.items()] if cache else ()
     )
 
 

@@ -114,14 +114,8 @@ ENCODE_DECISIONS = _counter(
     "epd_encode_decisions",
     "Media items that are not in the store, by where the policy (cost) has them encoded, and those "
     "that are left to the consumer because of the queue of the encode instances. Label "
-    "decision: encode, by an encode instance; local, by prefill or PD. Label reason: cheaper, the "
-    "other one was predicted to cost more; below_pixels, above_pixels, by --encode-below-pixels; "
-    "unknown_size, no size in the header; unmeasured, no encode instance has a known speed; "
-    "unsaved, the consumers are not known to write to the store, or the item's key is unknown; "
-    "under_way, already being encoded for another request; beside_stored, another item of the "
-    "request is in the store; required, encode instances must encode "
-    "all items of the request; overloaded, no encode instance was predicted to encode it in time; "
-    "no_encoder, the policy encode_local leaves it to the consumer.",
+    "decision: encode, by an encode instance; local, by prefill or PD. The guide to policies "
+    "describes the values of reason.",
     (MODEL, "decision", "reason"),
 )
 ENCODE_WAITS = _counter(
@@ -222,10 +216,8 @@ INSTANCE_REPORTED = _gauge(
 KV_BANDWIDTH = _gauge(
     "epd_kv_transfer_bytes_per_second",
     "Mean bandwidth of the last KV transfers that an instance reported: bytes divided by seconds "
-    "of transfer. vLLM counts a transfer at decode, or at prefill with NixlPushConnector, and does "
-    "not name the other instance: with one of these, this is the bandwidth of the pair. Transfers "
-    "of a few blocks show the delay, not the bandwidth. Absent before the first transfer, and for "
-    "other connectors than NIXL.",
+    "of transfer. Transfers of a few blocks show the delay, not the bandwidth. Absent before the "
+    "first transfer, and for other connectors than NIXL.",
     ("role", "instance"),
     max,
 )
@@ -306,10 +298,8 @@ CONVERSATIONS = _gauge(
 CONVERSATION_TURNS = _counter(
     "epd_conversation_turns",
     "Turns of conversations, by what became of the KV blocks that decode kept of the previous "
-    "turn. hit: read by prefill; miss: there were none; stale: decode was unreachable or had "
-    "restarted; changed: the prompt does not begin with the previous one, or this could not be "
-    "determined; failed: prefill could not read them; rested: not tried, because a recent read "
-    "from that decode engine had failed; unknown: the conversation store gave no answer.",
+    "turn. hit: read by prefill; miss: there were none. The guide to conversations describes the "
+    "other results.",
     ("result",),
 )
 CONVERSATIONS_EVICTED = _counter(

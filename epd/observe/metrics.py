@@ -59,25 +59,18 @@ def watched(
 
 
 async def _watch(tell: Callable[[float], None], window_s: float) -> None:
-    while True:
-        lag_s = await _window_maximum(window_s)
-        tell(lag_s)
-        if lag_s > ALARM_S:
-            structlog.get_logger("epd").warning(
-                "the event loop was held up", seconds=round(lag_s, 3)
-            )
-
-
-async def _window_maximum(window_s: float) -> float:
     clock = asyncio.get_running_loop().time
-    began = last = clock()
-    worst = 0.0
-    while last - began < window_s:
-        await asyncio.sleep(TICK_S)
-        now = clock()
-        worst = max(worst, now - last - TICK_S)
-        last = now
-    return worst
+    while True:
+        began_s = last_s = clock()
+        longest_s = 0.0
+        while last_s - began_s < window_s:
+            await asyncio.sleep(TICK_S)
+            now_s = clock()
+            longest_s, last_s = max(longest_s, now_s - last_s - TICK_S), now_s
+        tell(longest_s)
+        if longest_s > ALARM_S:
+            log = structlog.get_logger("epd")
+            log.warning("the event loop was held up", seconds=round(longest_s, 3))
 
 
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)

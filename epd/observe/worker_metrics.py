@@ -10,12 +10,10 @@ answer sums that differ in the last digit, and Prometheus would take the smaller
 the counter.
 """
 
-import asyncio
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from itertools import chain
+from typing import Any
 
 import orjson
 import structlog
@@ -23,28 +21,26 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from epd.observe.metric_defs import FIGURES
-from epd.shared_page import PageUnreadable, SharedPage
+from epd.shared_page import Pace, PageUnreadable, SharedPage, WorkerPages
 
 _Values = dict[tuple[str, frozenset[tuple[str, str]]], list[float]]
 
 
-def dump(families: Iterable[Metric]) -> bytes:
-    """Encode families: name, documentation, type and samples. Values are finite."""
-    return orjson.dumps(
-        [
-            (found.name, found.documentation, found.type, [sample[:3] for sample in found.samples])
-            for found in families
-        ]
-    )
+Dumped = list[tuple[str, str, str, list[tuple[Any, ...]]]]
+"""Families as JSON: name, documentation, type and samples."""
 
 
-def load(page: bytes) -> list[Metric]:
-    """Decode the families of a page.
+def dump(families: Iterable[Metric]) -> Dumped:
+    """Return families as JSON values, which are finite."""
+    return [
+        (found.name, found.documentation, found.type, [sample[:3] for sample in found.samples])
+        for found in families
+    ]
 
-    Raises:
-        ValueError: the content is not JSON.
-    """
-    return [_family(*fields) for fields in orjson.loads(page)]
+
+def load(dumped: Dumped | None) -> list[Metric]:
+    """Return the families of a page."""
+    return [_family(*fields) for fields in dumped or ()]
 
 
 def counted(families: Iterable[Metric]) -> list[Metric]:
@@ -79,12 +75,9 @@ def _family(
     return family
 
 
-WRITE_S = 1.0
-"""Interval of writing while scraped, in seconds: little beside a scrape interval."""
-ASKED_S = 90.0
-"""Time after a scrape during which `WRITE_S` applies, in seconds: longer than usual intervals."""
-UNASKED_S = 15.0
-"""Interval of writing otherwise, in seconds. A killed worker loses what it had not written."""
+PACE = Pace(write_s=1.0, wanted_s=90.0, poll_s=1.0, unread_s=15.0)
+"""Seconds: an interval of 1 s is little beside that of scrapes, and 90 s are longer than usual
+ones. A killed worker loses what it had not written."""
 
 
 class ReadCollector(Collector):
@@ -101,43 +94,16 @@ class WorkerMetrics(Collector):
     """Collector of one worker's metrics and of the sums over all workers."""
 
     def __init__(
-        self,
-        own: Collector,
-        pages: Sequence[SharedPage],
-        index: int,
-        write_s: float = WRITE_S,
-        unasked_s: float = UNASKED_S,
+        self, own: Collector, pages: Sequence[SharedPage], index: int, pace: Pace = PACE
     ) -> None:
         """Collect `own` and `pages`: those of all workers, this one's at `index`."""
-        self._write_s = write_s
-        self._unasked_s = unasked_s
         self._own = own
-        self._pages = pages
-        self._page = pages[index]
-        self._warned: set[object] = set()
-        self._earlier = counted(self._read(self._page))
-        self._written = b""
+        self._all = pages
+        self.pages = WorkerPages(pages, index, self._dumped, "metrics", pace)
+        self._earlier = counted(load(self.pages.read(pages[index])))
 
-    def write(self) -> None:
-        """Write this worker's metrics to its page, if they have changed."""
-        page = dump(merge_pages([self._earlier, self._own.collect()]))
-        if page == self._written:
-            return
-        try:
-            self._page.write(page)
-        except OSError as error:
-            self._warn(self, "other workers cannot be told of this one's metrics", error)
-        else:
-            self._written = page
-
-    async def keep_writing(self) -> None:
-        written_s = -self._unasked_s
-        while True:
-            now_s = time.monotonic()
-            if now_s - written_s >= self._unasked_s or self._page.wanted_within(ASKED_S):
-                self.write()
-                written_s = now_s
-            await asyncio.sleep(self._write_s)
+    def _dumped(self) -> Dumped:
+        return dump(merge_pages([self._earlier, self._own.collect()]))
 
     def collect(self) -> Iterator[Metric]:
         """Yield the sums over all workers, with this worker's current values."""
@@ -145,29 +111,16 @@ class WorkerMetrics(Collector):
 
     def write_figures(self) -> ReadCollector:
         """Write this worker's metrics. Return a collector of all, to be read on any thread."""
-        self.write()
-        for page in self._pages:
-            if page is not self._page:
-                with suppress(OSError):  # reading it fails too, and is logged
-                    page.mark_wanted()
-        return ReadCollector(lambda: merge_pages([self._read(page) for page in self._pages]))
-
-    def _read(self, page: SharedPage) -> list[Metric]:
-        try:
-            return load(page.read() or b"[]")
-        except (PageUnreadable, OSError, ValueError) as error:
-            self._warn(page, "the metrics of a worker cannot be read, and are left out", error)
-            return []
-
-    def _warn(self, about: object, event: str, error: Exception) -> None:
-        if about not in self._warned:
-            self._warned.add(about)
-            structlog.get_logger("epd").warning(event, reason=str(error))
+        self.pages.write()
+        self.pages.ask()
+        return ReadCollector(
+            lambda: merge_pages([load(self.pages.read(page)) for page in self._all])
+        )
 
 
 def keep_counters(page: SharedPage) -> None:
     """Keep only the counters and histograms of a worker that has died."""
     try:
-        page.write(dump(counted(load(page.read() or b"[]"))))
+        page.write(orjson.dumps(dump(counted(load(orjson.loads(page.read() or b"[]"))))))
     except (PageUnreadable, OSError, ValueError) as error:
         structlog.get_logger("epd").warning("the metrics of a worker are lost", reason=str(error))

@@ -1,28 +1,93 @@
-"""Input of the encode stage of a request. Pure."""
+"""Encode stage of a request: its items, and the limits of all their tries. Pure."""
 
-from typing import NamedTuple
+import time
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from functools import cached_property
 
-from epd.policies.plan import Course
+from ec_store.keys import EntryKey
+from epd.api.body import dump_json
+from epd.api.chat import TEMPLATE, has_system_message
+from epd.api.items import MMItem
+from epd.encoder_cache.identity import OutputKey
+from epd.policies.plan import Course, ItemPlace
 from epd.request.request import Request
 from epd.routing.table import Reservation
+from epd.transfer.encoded import EncodedItem
+
+MAX_RETRIES = 32
+"""Maximum number of further tries of one request's items together. The death of an instance fails
+at most the items that are sent at the same time."""
 
 
-class EncodeJob(NamedTuple):
-    """Items of one request, each of which needs an encoder output.
+@dataclass(eq=False)
+class EncodeJob:
+    """Items of one request, each of which needs an encoder output. Its time begins when it is made.
 
     Attributes:
         consumer_reservation: reservation of the instance that gets the outputs, if chosen early.
         namespace: namespace of the consumer, if known.
         reencode: whether to ignore stored outputs, because a consumer could not load them.
+        retries: number of further tries that are left.
     """
 
     request: Request
-    course: Course = Course()
+    course: Course = field(default_factory=Course)
     consumer_reservation: Reservation | None = None
     namespace: str | None = None
     reencode: bool = False
+    retries: int = MAX_RETRIES
+    _started_s: float = field(default_factory=time.monotonic)
 
     @property
+    def left_s(self) -> float:
+        """Seconds until the deadline (`--encode-timeout-s`)."""
+        limit_s = self.request.config.encode_timeout_s
+        return max(0.0, self._started_s + limit_s - time.monotonic())
+
+    @cached_property
     def has_all_media(self) -> bool:
         """Whether the request contains the media of all its items, so that all can be sent raw."""
         return all(item.has_media for item in self.request.items)
+
+    @cached_property
+    def sharing(self) -> Hashable:
+        """What requests must have in common to share an encode.
+
+        They have the same Authorization and the same template, and all have a system message or
+        none: a 401, or a refusal by a template, must not fail the others.
+        """
+        body, authorization = self.request.body, self.request.headers.get("Authorization")
+        fields = {name: body[name] for name in TEMPLATE if name in body}
+        template = dump_json(fields) if fields else None
+        return self.namespace, authorization, template, has_system_message(body), self.reencode
+
+
+@dataclass(slots=True, eq=False)
+class PendingItem:
+    """What is known of an item before its encode.
+
+    Attributes:
+        item: the item.
+        output_key: the output that it needs; None if an engine makes the item's key.
+        entry_key: key of its entry, if it is in the store or requests can wait for it there.
+        output: the item with its output, once that is known.
+        under_way: whether another request or another proxy is making its output.
+        tokens: predicted number of its encoder tokens; 0 if it is stored.
+        place: where it is encoded; None without a policy that decides.
+        instance: URL of the encode instance that is expected to encode it first; None if unknown.
+    """
+
+    item: MMItem
+    output_key: OutputKey | None
+    entry_key: EntryKey | None = None
+    output: EncodedItem | None = None
+    under_way: bool = False
+    tokens: int = 0
+    place: ItemPlace | None = None
+    instance: str | None = None
+
+    @property
+    def at_consumer(self) -> bool:
+        """Whether prefill or decode encodes it."""
+        return self.place is not None and self.place.local

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from epd.api.prompts import BYTES_PER_TOKEN, prompt_tokens
-from epd.encoder_cache.consumer_claims import ConsumerClaims
+from epd.encoder_cache.claims import MakerClaims
 from epd.encoder_cache.keys import Keys
 from epd.errors import NoInstance, Overloaded, ProxyError
 from epd.media.fetch import MediaFetcher
@@ -103,7 +103,7 @@ class Pipeline:
                     request.record.add_retry()
 
     async def _run_attempt(
-        self, request: Request, attempt: Attempt, claims: ConsumerClaims | None
+        self, request: Request, attempt: Attempt, claims: MakerClaims | None
     ) -> DecodeAnswer | FailedAttempt:
         """Send a request through its stages once: encode, prefill, decode.
 

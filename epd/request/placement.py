@@ -10,17 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from ec_store.keys import EntryKey
-from epd.api.items import MMItem
-from epd.encoder_cache.identity import OutputKey
 from epd.policies.plan import ItemFacts, ItemPlace, ItemRule
-from epd.request.encode_job import EncodeJob
+from epd.request.encode_job import EncodeJob, PendingItem
 from epd.request.item_tokens import TokenCounts
 from epd.routing.forecast import Forecast
 from epd.routing.instances import Instance
 from epd.routing.namespaces import Namespaces
 from epd.routing.table import InstanceTable
-from epd.transfer.encoded import EncodedItem, OutputFacts
 
 REQUIRED = ItemPlace(local=False, reason="required")
 """Place of an item that a consumer must not encode: outputs are pushed, entries of the request may
@@ -41,47 +37,6 @@ AT_CONSUMER = ItemPlace(local=True, reason="no_encoder")
 
 FITS_SHARE = 0.75
 """Share of the time of an item's first try within which its encode must be predicted to end."""
-
-
-@dataclass(slots=True, eq=False)
-class PendingItem:
-    """What is known of an item before its encode.
-
-    Attributes:
-        item: the item.
-        output_key: the output that it needs; None if an engine makes the item's key.
-        entry_key: key under which it was looked up in the store; None if it was not.
-        stored: its output in the store; None for a miss.
-        tokens: predicted number of its encoder tokens; 0 if it is stored.
-        place: where it is encoded; None without a policy that decides.
-        instance: URL of the encode instance that is expected to encode it first; None if unknown.
-    """
-
-    item: MMItem
-    output_key: OutputKey | None
-    entry_key: EntryKey | None = None
-    stored: OutputFacts | None = None
-    tokens: int = 0
-    place: ItemPlace | None = None
-    instance: str | None = None
-
-    @property
-    def known_output(self) -> EncodedItem | None:
-        """The item after its encode; None if an encode instance has to encode it."""
-        if self.stored is not None:
-            return EncodedItem(self.item, self.stored, "hit")
-        if self.at_consumer:
-            return EncodedItem(self.item, OutputFacts(), "local", self.tokens)
-        return None
-
-    @property
-    def at_consumer(self) -> bool:
-        """Whether prefill or decode encodes it."""
-        return self.place is not None and self.place.local
-
-
-UnderWay = Callable[[PendingItem], bool]
-"""Returns whether an item is being encoded for another request."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,53 +74,67 @@ class Placement:
             return None
         return partial(self._namespaces.shares_namespace, namespace=job.namespace)
 
-    def place_items(
-        self, job: EncodeJob, items: Sequence[PendingItem], is_under_way: UnderWay
-    ) -> None:
+    def place_items(self, job: EncodeJob, items: Sequence[PendingItem]) -> None:
         """Set the tokens and the place of the items that are not in the store."""
-        missing = [pending for pending in items if pending.stored is None]
-        if not missing:
-            return
+        missing = [pending for pending in items if pending.output is None]
         model = job.request.body.get("model")
         for pending in missing:
             item = pending.item
             pending.tokens = self._token_counts.predict_tokens(model, item.modality, item.pixels)
-        if job.course.local:  # placed by `Encoder`
+        if job.course.local:  # they have been left to the consumer
             return
         rule = job.course.items
         if rule is not None and (forced := self._forced_place(job, items)) is not None:
             for pending in missing:
                 pending.place = forced
         elif rule is not None:
-            self._apply_rule(job, rule, missing, is_under_way)
+            self._apply_rule(job, rule, missing)
         if self.may_leave(job) and not job.reencode:
-            self._shed(job, missing, is_under_way)
+            self._shed(job, missing)
 
-    def _apply_rule(
-        self,
-        job: EncodeJob,
-        rule: ItemRule,
-        missing: Sequence[PendingItem],
-        is_under_way: UnderWay,
-    ) -> None:
+    def _apply_rule(self, job: EncodeJob, rule: ItemRule, missing: Sequence[PendingItem]) -> None:
+        """Place items by a rule. Each one then counts in the forecast of the next."""
         forecast = self._forecast(job)
         consumers_write = self._namespaces.consumers_write()
         for pending in missing:
-            if is_under_way(pending):
+            if pending.under_way:
                 pending.place = UNDER_WAY
-            else:
-                _place_item(rule, forecast, pending, consumers_write=consumers_write)
+                continue
+            item, tokens = pending.item, pending.tokens
+            queue = forecast.best_queue(tokens, item.identity)
+            measured = queue is not None and forecast.speed is not None
+            token_s = queue.speed.token_s if queue is not None else 0.0
+            place = rule.place_item(
+                ItemFacts(
+                    modality=item.modality,
+                    pixels=item.pixels,
+                    tokens=tokens,
+                    stored=consumers_write and pending.entry_key is not None,
+                    encode_s=queue.finish_s(tokens) if queue is not None and measured else None,
+                    own_s=tokens * token_s,
+                    local_queue_s=forecast.local_tokens * token_s,
+                    local_requests=forecast.local_requests,
+                )
+            )
+            pending.place = place
+            if place.local:
+                forecast.leave_item(tokens)
+            elif queue is not None:
+                queue.add_item(tokens)
+                if measured and place.soonest:
+                    pending.instance = queue.instance.url
 
     def _forced_place(self, job: EncodeJob, items: Sequence[PendingItem]) -> ItemPlace | None:
         """Return the place of all items of a request that gives the policy no choice."""
         if self._pushed or job.reencode or not job.has_all_media:
             return REQUIRED
         shrinks = job.request.config.decode_media == "metadata"
-        if shrinks and any(pending.stored and pending.stored.metadata for pending in items):
+        hits = (pending.output for pending in items if pending.output is not None)
+        if shrinks and any(hit.encoded.metadata for hit in hits):
             return BESIDE_STORED
         return None
 
-    def _shed(self, job: EncodeJob, missing: Sequence[PendingItem], is_under_way: UnderWay) -> None:
+    def _shed(self, job: EncodeJob, missing: Sequence[PendingItem]) -> None:
         """Leave the items to the consumer that no encode instance is expected to encode in time.
 
         A first try has half of `--encode-timeout-s` if there are several instances. Predictions
@@ -181,7 +150,7 @@ class Placement:
             return
         for pending in waiting:
             queue = forecast.best_queue(pending.tokens, pending.item.identity)
-            if queue is None or is_under_way(pending):
+            if queue is None or pending.under_way:
                 continue
             if queue.finish_s(pending.tokens) > limit_s:
                 pending.place = OVERLOADED
@@ -191,32 +160,3 @@ class Placement:
     def _forecast(self, job: EncodeJob) -> Forecast:
         consumer = None if job.consumer_reservation is None else job.consumer_reservation.instance
         return Forecast(self._table, consumer, self.fits(job))
-
-
-def _place_item(
-    rule: ItemRule, forecast: Forecast, pending: PendingItem, *, consumers_write: bool
-) -> None:
-    """Place an item by a rule. It then counts in the forecast of the next item."""
-    item, tokens = pending.item, pending.tokens
-    queue = forecast.best_queue(tokens, item.identity)
-    measured = queue is not None and forecast.speed is not None
-    token_s = queue.speed.token_s if queue is not None else 0.0
-    place = rule.place_item(
-        ItemFacts(
-            modality=item.modality,
-            pixels=item.pixels,
-            tokens=tokens,
-            stored=consumers_write and pending.entry_key is not None,
-            encode_s=queue.finish_s(tokens) if queue is not None and measured else None,
-            own_s=tokens * token_s,
-            local_queue_s=forecast.local_tokens * token_s,
-            local_requests=forecast.local_requests,
-        )
-    )
-    pending.place = place
-    if place.local:
-        forecast.leave_item(tokens)
-    elif queue is not None:
-        queue.add_item(tokens)
-        if measured and place.soonest:
-            pending.instance = queue.instance.url

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 from epd.aio import end_tasks, errors_of
 from epd.api.usage import Usage
 from epd.conversations.turn import Turn
-from epd.encoder_cache.consumer_claims import ConsumerClaims
+from epd.encoder_cache.claims import MakerClaims
 from epd.errors import NoInstance, ProxyError, Stage, SuspectedFatal, UpstreamDied, slug_of
 from epd.request.decoders import Decoders
 from epd.request.kv_peers import PeerRegistry
@@ -68,7 +68,7 @@ class DecodeAnswer:
     _watched: Watched
     _local_identities: Sequence[str]
     engine_died: bool = False
-    claims: ConsumerClaims | None = None
+    claims: MakerClaims | None = None
 
     def close(self, error: BaseException | None) -> None:
         """Close the answer, and judge its instance by the error."""

@@ -14,8 +14,6 @@ from epd.api.body import Pieces
 from epd.config import ProxyConfig
 from epd.errors import Outcome, ProxyError, RequestRefused, Stage, UpstreamRejected
 from epd.json_or_none import json_or_none
-from epd.observe.metric_defs import CONVERSATIONS, CONVERSATIONS_EVICTED, Figure
-from epd.observe.metrics import MetricsObserver
 from epd.request.recovery import retry_delay_s
 from epd.routing.balance import Choice
 from epd.routing.condition import UNANSWERED, WELL, WORST, Condition, condition
@@ -71,15 +69,6 @@ class InstanceHealth(InstanceStatus):
     """The worst one of `routing`."""
 
 
-class ConversationCounts(TypedDict):
-    """Numbers of conversations, in all workers; null for a number that is not counted."""
-
-    kept: int | None
-    """Conversations that the next turn can find; null if they are in Redis."""
-    evicted: int | None
-    """Conversations removed before a turn found them: no room, or expired."""
-
-
 class HealthPage(TypedDict):
     """Health of the proxy, of each stage, and of each instance."""
 
@@ -88,7 +77,6 @@ class HealthPage(TypedDict):
     encode_cluster: ClusterState
     prefill_cluster: ClusterState
     decode_cluster: ClusterState
-    conversations: ConversationCounts
     instances: dict[str, InstanceHealth]
 
 
@@ -104,10 +92,8 @@ class Admin:
         table: InstanceTable,
         upstream: Upstream,
         config: ProxyConfig,
-        metrics: MetricsObserver,
     ) -> None:
         self._table = table
-        self._metrics = metrics
         self._upstream = upstream
         self._config = config
         # A separate choice: these requests must not advance the round robin of the decode stage.
@@ -169,7 +155,6 @@ class Admin:
             encode_cluster=clusters["encode_cluster"],
             prefill_cluster=clusters["prefill_cluster"],
             decode_cluster=clusters["decode_cluster"],
-            conversations=self._counts(),
             instances=shown,
         )
 
@@ -180,14 +165,6 @@ class Admin:
         if config.on_prefill_failure == "local":
             found.add("prefill_cluster")
         return found
-
-    def _counts(self) -> ConversationCounts:
-        shown = {family.name: family.samples for family in self._metrics.shown.collect()}
-
-        def count(figure: Figure) -> int | None:
-            return int(shown[figure.name][0].value) if shown[figure.name] else None
-
-        return ConversationCounts(kept=count(CONVERSATIONS), evicted=count(CONVERSATIONS_EVICTED))
 
     async def profile(self, command: str, headers: Mapping[str, str], body: bytes) -> ProfilePage:
         """Send the command to start or to stop profiling to every instance of every stage.

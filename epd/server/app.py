@@ -27,7 +27,6 @@ from epd.edge.files import Files
 from epd.edge.protocol import DIRECT
 from epd.encoder_cache.claims import Claims
 from epd.encoder_cache.client import EncoderCache
-from epd.encoder_cache.consumer_claims import ConsumerWrites
 from epd.encoder_cache.keys import Keys
 from epd.events import InstanceChanged, Observer
 from epd.media.fetch import MediaFetcher
@@ -232,7 +231,7 @@ async def build_components(
             by_content,
         )
         app[WARMUP] = Warmup(app[PIPELINE].encode, cache)
-        app[ADMIN] = Admin(table, upstream, config, app[METRICS])
+        app[ADMIN] = Admin(table, upstream, config)
         app[JUDGE] = KeyJudge(partial(app[ADMIN].of_decode, "/v1/models"))
         app[CONVERSATIONS] = conversations
         app[TABLE] = table
@@ -257,12 +256,12 @@ async def _written_pages(
     metrics: MetricsObserver, board: Board, background: Background
 ) -> AsyncIterator[None]:
     """Write what the other workers read of this one, if there are others."""
-    if not isinstance(metrics.shown, WorkerMetrics):
+    if not isinstance(metrics.shown, WorkerMetrics) or board.pages is None:
         yield
         return
     async with (
-        background.run_task("metrics_page", metrics.shown.keep_writing),
-        background.run_task("ui_page", board.keep_writing),
+        background.run_task("metrics_page", metrics.shown.pages.keep_writing),
+        background.run_task("ui_page", board.pages.keep_writing),
     ):
         yield
 
@@ -288,7 +287,6 @@ def _encoder(  # noqa: PLR0913, PLR0917 - its collaborators
         counts,
         Placement(table, namespaces, counts, transfer.pushed),
         claims,
-        None if claims is None else ConsumerWrites(claims),
     )
 
 

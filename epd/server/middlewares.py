@@ -15,7 +15,7 @@ from epd.api.endpoint import Endpoint
 from epd.api.endpoints import ENDPOINTS, is_api
 from epd.config import ProxyConfig
 from epd.edge.access import Access, Headers, client_key, single_value
-from epd.edge.cross_origin import CrossOrigin, Preflight
+from epd.edge.cross_origin import ALLOWED, preflight_headers, response_headers
 from epd.edge.drain import DRAIN
 from epd.edge.protocol import ServerConnection
 from epd.errors import (
@@ -243,16 +243,17 @@ def allow_origins(
     """
     if not config.allowed_origins:
         return []
-    rules = CrossOrigin(config)
     operators = {route.path for access, route in routes if access not in CLIENTS}
     shared = [
         route
         for _, route in routes
         if route.path not in operators and not route.path.startswith(OWN_PAGE)
     ]
-    app.on_response_prepare.append(partial(_mark, rules, {route.handler for route in shared}))
+    app.on_response_prepare.append(
+        partial(_mark, config.allowed_origins, {route.handler for route in shared})
+    )
     # One handler for all: a route's class of access is looked up by its handler.
-    handler = partial(_preflight, rules)
+    handler = partial(_preflight, config.allowed_origins)
     return [
         (Access.OPEN, options(path, handler))
         for path in dict.fromkeys(route.path for route in shared)
@@ -260,30 +261,27 @@ def allow_origins(
 
 
 async def _mark(
-    rules: CrossOrigin,
+    origins: Container[str],
     handlers: Container[object],
     request: web.Request,
     response: web.StreamResponse,
 ) -> None:
     """Add the CORS headers that tell the browser whether the page may read the response."""
     if request.match_info.handler in handlers:
-        response.headers.update(rules.response_headers(request.headers.get("Origin")))
+        response.headers.update(response_headers(origins, request.headers.get("Origin")))
 
 
-async def _preflight(rules: CrossOrigin, request: web.Request) -> web.Response:
+async def _preflight(origins: Container[str], request: web.Request) -> web.Response:
     """Answer a preflight (`OPTIONS`). A browser sends no key with it."""
-    match rules.preflight(request.headers):
-        case None:
-            return await answer_unknown(request)
-        case Preflight((), headers):
-            own = {**own_headers(request[VISIT].record), **headers}
-            return web.Response(text="OK", headers=own)
-        case Preflight(refused, headers):
-            message = f"Disallowed CORS {', '.join(refused)}"
-            error = RequestRefused(400, message, slug="cors_refused")
-            answer = error_response(request, error, request[VISIT])
-            answer.headers.update(headers)
-            return answer
+    headers = preflight_headers(origins, request.headers)
+    if headers is None:
+        return await answer_unknown(request)
+    if ALLOWED in headers:
+        return web.Response(text="OK", headers=own_headers(request[VISIT].record) | headers)
+    error = RequestRefused(400, "Disallowed CORS origin", slug="cors_refused")
+    answer = error_response(request, error, request[VISIT])
+    answer.headers.update(headers)
+    return answer
 
 
 async def answer_unknown(request: web.Request) -> web.Response:

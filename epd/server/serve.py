@@ -4,7 +4,7 @@ import asyncio
 import os
 import sys
 from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -20,8 +20,9 @@ from epd.edge.files import Files
 from epd.edge.listening import (
     CannotListen,
     Site,
+    Sockets,
     binding_errors,
-    listening_at,
+    bound_sockets,
     log_listening,
 )
 from epd.edge.protocol import Runner
@@ -101,14 +102,12 @@ async def serve(config: ProxyConfig) -> None:
     """
     log = structlog.get_logger("epd")
     orders, files = orders_by_signal(config), Files(config)
-    with ExitStack() as stack:
-        with binding_errors(config):
-            where = _where(config, stack)
+    with bound_sockets(config) as (sockets,):
         async with run_server(config, orders, files) as runner:
             with binding_errors(config):
-                await Site(runner, files.tls, runner.app[BACKGROUND], **where).start()
-            for address in runner.addresses:
-                log_listening(config, address)
+                await _listen(runner, files, sockets)
+            for listener in sockets:
+                log_listening(config, listener.getsockname())
             await orders.drain.wait()
             log.info("draining", cause=orders.cause)
             await orders.close.wait()
@@ -122,19 +121,16 @@ async def serve_as_worker(slot: WorkerSlot, config: ProxyConfig, files: Files, p
     """
     orders = orders_by_pipe(pipe)
     async with run_server(config, orders, files, slot) as runner:
-        for listener in slot.sockets:
-            await Site(runner, files.tls, runner.app[BACKGROUND], sock=listener).start()
+        await _listen(runner, files, slot.sockets)
         structlog.get_logger("epd").info("serving", pid=os.getpid())
         await orders.close.wait()
     # The last requests and releases have ended just now.
-    cast("WorkerMetrics", runner.app[METRICS].shown).write()
+    cast("WorkerMetrics", runner.app[METRICS].shown).pages.write()
 
 
-def _where(config: ProxyConfig, stack: ExitStack) -> dict[str, Any]:
-    """Return the address to listen on, as arguments for `Site`; the stack closes a Unix socket."""
-    if config.uds is None:
-        return {"host": config.host, "port": config.port}
-    return {"sock": stack.enter_context(listening_at(config.uds))}
+async def _listen(runner: Runner, files: Files, sockets: Sockets) -> None:
+    for listener in sockets:
+        await Site(runner, files.tls, runner.app[BACKGROUND], listener).start()
 
 
 @asynccontextmanager

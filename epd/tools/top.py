@@ -1,29 +1,27 @@
 """Command `epd top`: read a proxy's state at an interval, and draw it."""
 
-import asyncio
 import os
+import select
 import sys
 import termios
 import tty
-from argparse import ArgumentTypeError
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from typing import cast
-from urllib.parse import urlsplit
+from contextlib import contextmanager
+from http.client import HTTPException
+from typing import Any, cast
+from urllib.request import HTTPErrorProcessor, ProxyHandler, Request, build_opener
 
-import aiohttp
 from rich.console import Console
 from rich.live import Live
 
 from epd.json_or_none import json_or_none
-from epd.parser import Commands
+from epd.parser import Commands, admin_key, http_url
 from epd.tools.top_screen import frame
 from epd.ui.state import UiState
 
 TIMEOUT_S = 5.0
-MAX_BYTES = 16 * 1024**2
-KEYS = ("EPD_ADMIN_API_KEY", "ADMIN_API_KEY")
-"""Environment variables with the admin key, the same as for `epd serve`."""
+INTERVAL_S = 1.0
+"""Interval of updates, in seconds: the state changes no faster than twice a second."""
 
 
 class NoState(Exception):
@@ -46,17 +44,10 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument(
         "--url",
-        type=_url,
+        type=http_url,
         default="http://127.0.0.1:8000",
         metavar="URL",
         help="URL of the proxy (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--interval",
-        type=_interval,
-        default=1.0,
-        metavar="SECONDS",
-        help="seconds between updates (default: 1)",
     )
     parser.add_argument(
         "--once",
@@ -66,116 +57,82 @@ def add_parser(commands: Commands) -> None:
     parser.set_defaults(run=_run)
 
 
-def _url(text: str) -> str:
-    parts = urlsplit(text)
-    if parts.scheme not in {"http", "https"} or not parts.hostname:
-        raise ArgumentTypeError(f"{text!r} is not an http(s) URL")
-    return text.rstrip("/")
-
-
-def _interval(text: str) -> float:
-    with suppress(ValueError):
-        if (seconds := float(text)) >= 0.1:  # noqa: PLR2004 - the state changes no faster
-            return seconds
-    raise ArgumentTypeError(f"{text!r} is not a number of seconds of at least 0.1")
-
-
-def _run(url: str, interval: float, *, once: bool) -> None:
-    key = next(filter(None, map(os.environ.get, KEYS)), None)
-    console = Console()
-    # In a file or a pipe, a frame cannot replace the previous one.
-    watching = (
-        _watch(console, url, key, interval)
-        if console.is_terminal and not once
-        else _once(console, url, key)
-    )
+def _run(url: str, *, once: bool) -> None:
+    key, console = admin_key(), Console()
     try:
-        asyncio.run(watching)
+        # In a file or a pipe, a frame cannot replace the previous one.
+        if console.is_terminal and not once:
+            _watch(console, url, key)
+        else:
+            console.print(frame(_ask(url, key), console.width, None))
     except NoState as error:
         sys.exit(f"epd top: {error}")
     except KeyboardInterrupt:
         return
 
 
-async def _once(console: Console, url: str, key: str | None) -> None:
-    async with _session(key) as http:
-        state = await _ask(http, url)
-    console.print(frame(state, console.width, None))
-
-
-async def _watch(console: Console, url: str, key: str | None, interval_s: float) -> None:
-    ended = asyncio.Event()
+def _watch(console: Console, url: str, key: str | None) -> None:
     state: UiState | None = None
-    async with _session(key) as http:
-        with _quit_key(ended), Live(console=console, screen=True, auto_refresh=False) as live:
-            while not ended.is_set():
-                failure = ""
-                try:
-                    state = await _ask(http, url)
-                except KeyRejected:
-                    raise
-                except NoState as error:
-                    failure = str(error)
-                live.update(frame(state, console.width, console.height, failure), refresh=True)
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(interval_s):
-                        await ended.wait()
+    with _keyboard() as keyboard, Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            failure = ""
+            try:
+                state = _ask(url, key)
+            except KeyRejected:
+                raise
+            except NoState as error:
+                failure = str(error)
+            live.update(frame(state, console.width, console.height, failure), refresh=True)
+            while select.select(keyboard, [], [], INTERVAL_S)[0]:
+                typed = os.read(keyboard[0], 64)
+                if not typed or b"q" in typed.lower():
+                    return
 
 
-def _session(key: str | None) -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(
-        headers={} if key is None else {"X-API-Key": key},
-        timeout=aiohttp.ClientTimeout(total=TIMEOUT_S),
-    )
-
-
-async def _ask(http: aiohttp.ClientSession, url: str) -> UiState:
+def _ask(url: str, key: str | None) -> UiState:
     """Return the proxy's state.
 
     Raises:
         KeyRejected: the proxy rejects the key.
         NoState: the proxy does not answer, or has another version.
     """
+    request = Request(f"{url}/ui/state", headers={} if key is None else {"X-API-Key": key})  # noqa: S310 - http
     try:
-        async with http.get(f"{url}/ui/state", allow_redirects=False) as answer:
-            body = await answer.content.read(MAX_BYTES)
-            while not answer.content.at_eof() and len(body) < MAX_BYTES:
-                body += await answer.content.read(MAX_BYTES - len(body))
-    except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
+        with build_opener(ProxyHandler({}), _Answer).open(request, timeout=TIMEOUT_S) as answer:
+            status, document = answer.status, json_or_none(answer.read())
+    except (OSError, HTTPException) as error:  # TimeoutError is an OSError
         raise NoState(f"{url} does not answer: {str(error) or type(error).__name__}") from None
-    document = json_or_none(body)
-    if answer.status in {401, 403}:
+    if status in {401, 403}:
         match document:
             case {"error": {"message": str() as reason}} | {"error": str() as reason}:
                 pass
             case _:
-                reason = str(answer.status)
-        raise KeyRejected(f"{url} rejects the request: {reason} (set {KEYS[0]})")
+                reason = str(status)
+        raise KeyRejected(f"{url} rejects the request: {reason} (set EPD_ADMIN_API_KEY)")
     if not isinstance(document, dict) or not document.keys() >= UiState.__required_keys__:
-        raise NoState(f"{url} answered {answer.status}: it is not an EPD proxy of this version")
+        raise NoState(f"{url} answered {status}: it is not an EPD proxy of this version")
     return cast("UiState", document)
 
 
+class _Answer(HTTPErrorProcessor):
+    """Answers of every status: a redirect would send the key elsewhere."""
+
+    def http_response(self, request: Request, response: Any) -> Any:  # noqa: ARG002 - urllib's
+        return response
+
+    https_response = http_response
+
+
 @contextmanager
-def _quit_key(ended: asyncio.Event) -> Iterator[None]:
-    """Set the event when q is pressed, if standard input is a terminal."""
+def _keyboard() -> Iterator[list[int]]:
+    """Read single keys from standard input, if that is a terminal; yield its descriptor."""
     if not sys.stdin.isatty():
-        yield
+        yield []
         return
     keyboard = sys.stdin.fileno()
     before = termios.tcgetattr(keyboard)
-    loop = asyncio.get_running_loop()
-
-    def quit_pressed() -> None:
-        typed = os.read(keyboard, 64)
-        if not typed or b"q" in typed.lower():
-            ended.set()
-            loop.remove_reader(keyboard)
-
     tty.setcbreak(keyboard)
-    loop.add_reader(keyboard, quit_pressed)
     try:
-        yield
+        yield [keyboard]
     finally:
-        loop.remove_reader(keyboard)
         termios.tcsetattr(keyboard, termios.TCSADRAIN, before)

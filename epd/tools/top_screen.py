@@ -1,51 +1,23 @@
 """Layout of a frame of `epd top` for any terminal size: numbers, sparklines, bars, tables. Pure."""
 
 import time
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from operator import itemgetter
 from typing import NamedTuple
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from epd.ui.recent import Notice, Outcome, RecentRequest, Second
-from epd.ui.state import WORST, ConversationsShown, InstanceShown, StageShown, Totals, UiState
+from epd.ui.formats import plural, rate_text, seconds_text
+from epd.ui.recent import Notice, Outcome, RecentRequest
+from epd.ui.state import WORST, InstanceShown, StageShown, UiState
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
-UNITS = ("B", "kB", "MB", "GB", "TB")
-KILO = 1000
 
 
 def strip_control(text: str) -> str:
     """Return external text without control characters of terminals."""
     return "".join(character if character.isprintable() else "·" for character in text)
-
-
-def seconds(value: float | None) -> str:
-    """Return a duration as text, such as `1.2 s` or `85 ms`."""
-    if value is None:
-        return "-"
-    return f"{_short(value)} s" if value >= 0.9995 else f"{_short(value * KILO)} ms"  # noqa: PLR2004
-
-
-def size(value: float) -> str:
-    """Return a number of bytes as text, such as `1.2 MB`."""
-    unit = 0
-    while value >= KILO and unit < len(UNITS) - 1:
-        value, unit = value / KILO, unit + 1
-    return f"{_short(value)} {UNITS[unit]}"
-
-
-def rate(value: float) -> str:
-    """Return a rate per second as text."""
-    return _short(value) if value else "0"
-
-
-def share_text(part: int, whole: int) -> str:
-    """Return a share in percent as text; `-` if the whole is 0."""
-    return f"{100 * part / whole:.0f} %" if whole else "-"
 
 
 def clock(unix_s: float) -> str:
@@ -66,13 +38,8 @@ def bar(part: float, width: int) -> str:
     return "█" * whole + ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")[rest]
 
 
-def _short(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.2f}"  # noqa: PLR2004
-
-
 SHOWN = 20
 """Number of requests, and of errors and changes, in a frame without a height."""
-LETTERS = {"encode": "E", "prefill": "P", "decode": "D", "prefill_decode": "PD"}
 STATES = {
     "healthy": ("●", "green", "healthy"),
     "trial": ("◆", "yellow", "on trial"),
@@ -142,59 +109,22 @@ def _room(state: UiState, stages: int, left: int | None) -> Room:
 
 
 def _head(state: UiState, failure: str) -> Iterable[Text]:
-    totals, last = state["totals"], state["seconds"][-60:]
-    counts = Counter(LETTERS[instance["role"]].lower() for instance in state["instances"])
-    topology = "".join(f"{count}{letter}" for letter, count in counts.items())
-    processes = f"{state['workers']} processes" if state["workers"] > 1 else "1 process"
-    line = Text.assemble(("EPD proxy ", "bold"), f"{state['version']}  {topology}  {processes}  ")
-    line.append(
-        f"no answer: {strip_control(failure)}" if failure else clock(state["now"]),
-        "red" if failure else "dim",
+    yield Text.assemble(
+        ("EPD proxy ", "bold"),
+        f"{state['version']}  {state['topology']}  {plural(state['workers'], 'worker')}  ",
+        (f"no answer: {strip_control(failure)}", "red")
+        if failure
+        else (clock(state["now"]), "dim"),
     )
-    yield line
-    if counts["e"] or sum(totals["items"].values()):
-        yield _saved(totals)
-    yield from _conversations(totals["conversations"])
-    yield _rates(state, last)
-    if quarantined := totals["quarantined"]:
-        tenants = "1 tenant" if quarantined == 1 else f"{quarantined:,} tenants"
-        yield Text(f"In quarantine: {tenants} with requests that ended instances", "yellow")
-
-
-def _saved(totals: Totals) -> Text:
-    saved, items = totals["saved"], totals["items"]
-    parts: list[str | tuple[str, str]] = ["Saved ", (f"{saved['encodes']:,} encodes", "bold green")]
-    if saved["bytes"]:
-        parts += [", ", (size(saved["bytes"]), "bold green"), " not sent"]
-    if saved["encode_seconds"]:  # otherwise no encode has shown its duration
-        parts += [", ", (seconds(saved["encode_seconds"]), "bold green"), " of encoding"]
-    parts += ["  hit rate ", (share_text(items["hit"], sum(items.values())), "bold")]
-    sent = totals["media"]
-    if sum(sent.values()):
-        parts += ["  raw ", (share_text(sent["raw"], sum(sent.values())), "bold")]
-    return Text.assemble(*parts)
-
-
-def _conversations(shown: ConversationsShown) -> Iterable[Text]:
-    kept, turns, hit = itemgetter("kept", "turns", "hit")(shown)
-    if kept or turns:
+    for parts in state["summary"]:
         yield Text.assemble(
-            "Conversations",
-            f" {kept:,} kept" if kept else "",
-            "  hit rate ",
-            (share_text(hit, turns), "bold"),
-            f" of {turns:,} turns",
+            *((strip_control(part), "bold" if at % 2 else "") for at, part in enumerate(parts))
         )
-
-
-def _rates(state: UiState, last: Sequence[Second]) -> Text:
-    totals = state["totals"]
-    now = sum(second["requests"] for second in last[-5:]) / 5
-    failed = sum(second["failed"] for second in last)
-    rejected = sum(second["rejected"] for second in last)
-    return Text.assemble(
-        (f"{rate(now)}/s ", "bold"),
-        (spark([second["requests"] for second in last[-20:]]), "cyan"),
+    totals, minute = state["totals"], state["minute"]
+    failed, rejected = minute["failed"], minute["rejected"]
+    yield Text.assemble(
+        (f"{rate_text(state['per_s'])}/s ", "bold"),
+        (spark([second["requests"] for second in state["seconds"][-20:]]), "cyan"),
         f"  {totals['in_flight']} in flight  {totals['queued']} queued  ",
         (f"{failed} failed", "bold red" if failed else "dim"),
         ", ",
@@ -206,7 +136,6 @@ def _rates(state: UiState, last: Sequence[Second]) -> Text:
 def _instances(
     instances: Sequence[InstanceShown], room: int, width: int
 ) -> Iterable[RenderableType]:
-    names = _names(instances)
     # If the lines do not suffice: unhealthy instances first, then those with the most requests.
     chosen = sorted(
         instances, key=lambda instance: (-WORST.index(instance["state"]), -instance["requests"])
@@ -225,7 +154,7 @@ def _instances(
         if causes and (cause := instance["cause"]):
             word = f"{word}: {cause}"
         table.add_row(
-            Text(names[instance["role"], instance["url"]], "bold"),
+            Text(instance["name"], "bold"),
             Text(strip_control(instance["url"].partition("://")[2])),
             Text(f"{glyph} {strip_control(word)}", color),
             Text(f"{instance['requests']:>3} {bar(instance['requests'] / most, BAR):<{BAR}}"),
@@ -238,24 +167,14 @@ def _instances(
 
 
 def _latency(row: InstanceShown | StageShown) -> Iterable[Text]:
-    yield Text(rate(row["rate"]))
-    yield Text(seconds(row["p50_s"]))
-    yield Text(seconds(row["p95_s"]))
+    yield Text(rate_text(row["rate"]))
+    yield Text(seconds_text(row["p50_s"]))
+    yield Text(seconds_text(row["p95_s"]))
 
 
 def _endings(row: InstanceShown | StageShown) -> Iterable[Text]:
     yield Text(str(row["failed"] or ""), "red")
     yield Text(str(row["rejected"] or ""), "yellow")
-
-
-def _names(instances: Iterable[InstanceShown]) -> Mapping[tuple[str, str], str]:
-    seen: Counter[str] = Counter()
-    names = {}
-    for instance in instances:
-        seen[instance["role"]] += 1
-        name = f"{LETTERS[instance['role']]}{seen[instance['role']]}"
-        names[instance["role"], instance["url"]] = name
-    return names
 
 
 def _stages(stages: Sequence[StageShown], room: int) -> Iterable[RenderableType]:
@@ -266,7 +185,7 @@ def _stages(stages: Sequence[StageShown], room: int) -> Iterable[RenderableType]
         table.add_row(
             Text(stage["stage"], COLORS[stage["stage"]]),
             *_latency(stage),
-            Text(seconds(stage["p99_s"])),
+            Text(seconds_text(stage["p99_s"])),
             *_endings(stage),
         )
     yield table
@@ -293,7 +212,9 @@ def _requests(requests: Sequence[RecentRequest], room: int, width: int) -> Itera
         return
     longest_s = max(0.001, *(span["seconds"] for span in shown))
     cells = max(MIN_BARS, width - 48)
-    table = _table("Ended", "Request", "Result", "Total", f"0 to {seconds(longest_s)}", right=[3])
+    table = _table(
+        "Ended", "Request", "Result", "Total", f"0 to {seconds_text(longest_s)}", right=[3]
+    )
     table.columns[1].max_width = 12
     table.columns[2].max_width = 12
     for span in shown:
@@ -302,7 +223,7 @@ def _requests(requests: Sequence[RecentRequest], room: int, width: int) -> Itera
             Text(clock(span["ended_s"]), "dim"),
             Text(strip_control(span["id"])),
             Text(strip_control(result), OUTCOMES[span["outcome"]]),
-            Text(seconds(span["seconds"])),
+            Text(seconds_text(span["seconds"])),
             _bars(span, longest_s, cells),
         )
     yield table

@@ -73,8 +73,6 @@ class StageSpan(TypedDict):
     seconds: float
     error: str | None
     outcome: Outcome
-    """`ok`; `rejected`: invalid (4xx); `left`: the client disconnected; `failed`: any other error.
-    """
 
 
 class RecentRequest(TypedDict):
@@ -88,8 +86,6 @@ class RecentRequest(TypedDict):
     seconds: float
     error: str | None
     outcome: Outcome
-    """`ok`; `rejected`: invalid (4xx); `left`: the client disconnected; `failed`: any other error.
-    """
     items: dict[ItemResult, int]
     retries: int
     degraded: list[str]

@@ -1,12 +1,11 @@
 """Document of `GET /ui/state`, combined from the states of all processes. Pure.
 
-The totals are those of `/metrics`, looked up by their names and summed over the labels that the
-page does not use. So the page and `/metrics` agree, over all workers.
+The totals are those of `/metrics`, so both agree over all workers.
 """
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from heapq import nlargest
 from itertools import chain
 from operator import itemgetter
@@ -16,6 +15,7 @@ from prometheus_client.metrics_core import Metric
 from typing_extensions import TypedDict
 
 from epd.events import ItemResult, MediaForm
+from epd.ui.formats import bytes_text, plural, seconds_text, share_text
 from epd.ui.recent import (
     CLIENT_CLOSED,
     CLIENT_ERROR,
@@ -39,6 +39,8 @@ RATE_S = 10.0
 """Window of rates, in seconds."""
 WINDOW_S = 300.0
 """Window of latencies, in seconds. The ring buffers may reach back less far."""
+NOW_S = 5
+"""Window of the current rate of requests, in seconds: one of 1 s would jump."""
 SPARK_S = 60
 """Number of seconds in the graphs of rates."""
 
@@ -46,16 +48,10 @@ WORST = ("healthy", "trial", "ejected", "down")
 """States of an instance, the worst last. If workers differ, the worst state is shown."""
 SERVES = {"encode": "encode", "prefill": "prefill", "decode": "decode", "prefill_decode": "decode"}
 """Stage of each role."""
+LETTERS = {"encode": "E", "prefill": "P", "decode": "D", "prefill_decode": "PD"}
+"""Letters of the roles, in their order."""
 FLOWS = ("queue", "store", "encode", "prefill", "decode", "release")
 """Stages in their order."""
-
-LABELS = {
-    "epd_requests_total": ("path", "status"),
-    "epd_items_total": ("result",),
-    "epd_items_sent_total": ("form",),
-    "epd_conversation_turns_total": ("result",),
-}
-"""Labels that the page uses, by sample name. All other labels are summed over."""
 
 
 class Saved(TypedDict):
@@ -87,16 +83,21 @@ class Totals(TypedDict):
     rejected: int
     left: int
     refused: int
-    retries: int
-    degraded: int
     in_flight: int
     queued: int
     quarantined: int
-    loop_lag_s: float
     items: dict[str, int]
     media: dict[str, int]
     saved: Saved
     conversations: ConversationsShown
+
+
+class Answered(TypedDict):
+    """Durations of the last requests that were answered; None if there are none."""
+
+    count: int
+    p50_s: float | None
+    p95_s: float | None
 
 
 class Latency(TypedDict):
@@ -121,17 +122,29 @@ class StageShown(Latency):
 
 
 class InstanceShown(Latency, InstanceState):
-    """Latency and state of one instance."""
+    """Latency and state of one instance. `name` is its letter and number, such as `E1`."""
+
+    name: str
 
 
 class UiState(TypedDict):
-    """State that the page shows. Times are Unix seconds; newest first."""
+    """State that `/ui` and `epd top` show. Times are Unix seconds; newest first.
+
+    `topology` is the number of instances by role, such as `2e1pd`. `summary` has sentences, of
+    which every second part is a figure. `per_s` counts requests of the last five seconds, `minute`
+    what ended within the last minute.
+    """
 
     version: str
     now: float
     workers: int
     store: str | None
+    topology: str
+    summary: list[list[str]]
     totals: Totals
+    per_s: float
+    minute: Second
+    answered: Answered
     instances: list[InstanceShown]
     stages: list[StageShown]
     seconds: list[Second]
@@ -149,18 +162,75 @@ class Moment(NamedTuple):
 def state(snapshots: Sequence[Snapshot], totals: Totals, store: str | None, now: Moment) -> UiState:
     """Return the document. `store` is the kind of the proxy's encoder store, such as `redis`."""
     flows = {stage: _flow(stage, snapshots, now.monotonic_s) for stage in FLOWS}
+    instances = _instances(snapshots, flows)
+    seconds, requests = _seconds(snapshots, now), _requests(snapshots)
+    counts = Counter(instance["role"] for instance in instances)
     return UiState(
         version=__version__,
         now=round(now.unix_s, 3),
         workers=len(snapshots),
         store=store,
+        topology="".join(
+            f"{counts[role]}{letter.lower()}" for role, letter in LETTERS.items() if counts[role]
+        ),
+        summary=[text.split("*") for text in _sentences(totals, encodes=bool(counts["encode"]))],
         totals=totals,
-        instances=_instances(snapshots, flows),
+        per_s=sum(second["requests"] for second in seconds[-NOW_S:]) / NOW_S,
+        minute=_sum_seconds(seconds),
+        answered=_answered(requests),
+        instances=instances,
         stages=[StageShown(stage=stage, **flow.latency_of_all()) for stage, flow in flows.items()],
-        seconds=_seconds(snapshots, now),
-        requests=_requests(snapshots),
+        seconds=seconds,
+        requests=requests,
         notices=_notices(snapshots),
     )
+
+
+def _sentences(totals: Totals, *, encodes: bool) -> Iterator[str]:
+    """Yield what the proxy saved, with the figures between asterisks.
+
+    `encodes`: whether there are encode instances.
+    """
+    saved, items, turns = totals["saved"], totals["items"], totals["conversations"]
+    if any(items.values()) or (encodes and not turns["turns"]):
+        text = f"Saved *{plural(saved['encodes'], 'encode')}*"
+        if saved["bytes"]:
+            text += f", *{bytes_text(saved['bytes'])}* of media not sent"
+        if saved["encode_seconds"]:  # otherwise no encode has shown its duration
+            text += f", about *{seconds_text(saved['encode_seconds'])}* of encoding"
+        yield f"{text}."
+        rate = f"Hit rate *{share_text(items['hit'], sum(items.values()))}*"
+        if sent := sum(totals["media"].values()):
+            metadata = share_text(totals["media"]["metadata"], sent)
+            rate += f"; *{metadata}* of media sent as metadata, *{totals['media']['raw']:,}* raw"
+        yield f"{rate}."
+    if turns["turns"] or turns["kept"]:
+        kept = f"; *{plural(turns['kept'], 'conversation')}* kept" if turns["kept"] else ""
+        share = share_text(turns["hit"], turns["turns"])
+        yield f"Of *{plural(turns['turns'], 'turn')}*, *{share}* reused decode's KV blocks{kept}."
+    if totals["quarantined"]:
+        tenants = plural(totals["quarantined"], "tenant")
+        yield f"In quarantine: *{tenants}* with requests that ended instances."
+
+
+def _sum_seconds(seconds: Sequence[Second]) -> Second:
+    total = empty_second(seconds[0]["at_s"])
+    for second in seconds:
+        _add_second(total, second)
+    return total
+
+
+def _add_second(into: Second, second: Second) -> None:
+    into["requests"] += second["requests"]
+    into["failed"] += second["failed"]
+    into["rejected"] += second["rejected"]
+    into["hit"] += second["hit"]
+    into["encoded"] += second["encoded"]
+
+
+def _answered(requests: Iterable[RecentRequest]) -> Answered:
+    seconds = sorted(request["seconds"] for request in requests if not request["error"])
+    return Answered(count=len(seconds), p50_s=quantile(seconds, 0.5), p95_s=quantile(seconds, 0.95))
 
 
 def _latency(samples: Sequence[Sample], rate: float) -> Latency:
@@ -228,10 +298,14 @@ def _instances(snapshots: Sequence[Snapshot], flows: Mapping[str, Flow]) -> list
         known["state"], known["cause"] = worst["state"], worst["cause"]
         measured = (known["kv_bytes_per_s"] or 0.0, reported["kv_bytes_per_s"] or 0.0)
         known["kv_bytes_per_s"] = max(measured) or None
-    return [
-        InstanceShown(**instance, **flows[SERVES[instance["role"]]].latency_of(instance["url"]))
-        for instance in seen.values()
-    ]
+    numbers = Counter[str]()
+    shown = list[InstanceShown]()
+    for instance in seen.values():
+        role, url = instance["role"], instance["url"]
+        numbers[role] += 1
+        name, latency = f"{LETTERS[role]}{numbers[role]}", flows[SERVES[role]].latency_of(url)
+        shown.append(InstanceShown(name=name, **instance, **latency))
+    return shown
 
 
 def _seconds(snapshots: Iterable[Snapshot], now: Moment) -> list[Second]:
@@ -243,11 +317,7 @@ def _seconds(snapshots: Iterable[Snapshot], now: Moment) -> list[Second]:
     }
     for second in chain.from_iterable(snapshot["seconds"] for snapshot in snapshots):
         if (into := shown.get(second["at_s"])) is not None:
-            into["requests"] += second["requests"]
-            into["failed"] += second["failed"]
-            into["rejected"] += second["rejected"]
-            into["hit"] += second["hit"]
-            into["encoded"] += second["encoded"]
+            _add_second(into, second)
     return list(shown.values())
 
 
@@ -266,54 +336,50 @@ def _notices(snapshots: Iterable[Snapshot]) -> list[Notice]:
 
 
 def metric_totals(families: Iterable[Metric]) -> Totals:
-    """Return the totals of a metrics page."""
-    sums = _sums(families)
+    """Return the totals of a metrics page, summed over the labels that the page does not use."""
+    samples = [
+        sample for family in families if family.type != "histogram" for sample in family.samples
+    ]
 
-    def count(name: str, *labels: str) -> int:
+    def total(name: str, **labels: str) -> float:
         # A counter without samples is absent from the page.
-        return int(sums.get((name, *labels), 0))
+        return sum(
+            value
+            for found, of_labels, value, *_ in samples
+            if found == name and of_labels.items() >= labels.items()
+        )
+
+    def count(name: str, **labels: str) -> int:
+        return int(total(name, **labels))
 
     statuses = Counter[int]()
-    for (name, *labels), value in sums.items():
-        if name == "epd_requests_total" and is_work(labels[0]):
-            statuses[int(labels[1])] += int(value)
+    for name, labels, value, *_ in samples:
+        if name == "epd_requests_total" and is_work(labels["path"]):
+            statuses[int(labels["status"])] += int(value)
     left = statuses[CLIENT_CLOSED]
     failed = sum(statuses[status] for status in statuses if status >= SERVER_ERROR)
     client_errors = sum(
         statuses[status] for status in statuses if CLIENT_ERROR <= status < SERVER_ERROR
     )
-    turns = sum(sums[name] for name in sums if name[0] == "epd_conversation_turns_total")
     return Totals(
         requests=statuses.total(),
         failed=failed,
         rejected=client_errors - left,
         left=left,
         refused=count("epd_requests_refused_total"),
-        retries=count("epd_request_retries_total"),
-        degraded=count("epd_requests_degraded_total"),
         in_flight=count("epd_requests_in_flight"),
         queued=count("epd_requests_queued"),
         quarantined=count("epd_quarantined_tenants"),
-        loop_lag_s=sums.get(("epd_event_loop_lag_seconds",), 0.0),
-        items={result: count("epd_items_total", result) for result in get_args(ItemResult)},
-        media={form: count("epd_items_sent_total", form) for form in get_args(MediaForm)},
+        items={result: count("epd_items_total", result=result) for result in get_args(ItemResult)},
+        media={form: count("epd_items_sent_total", form=form) for form in get_args(MediaForm)},
         saved=Saved(
             encodes=count("epd_saved_encodes_total"),
             bytes=count("epd_saved_bytes_total"),
-            encode_seconds=sums.get(("epd_saved_encode_seconds_total",), 0.0),
+            encode_seconds=total("epd_saved_encode_seconds_total"),
         ),
         conversations=ConversationsShown(
             kept=count("epd_conversations"),
-            turns=int(turns),
-            hit=count("epd_conversation_turns_total", "hit"),
+            turns=count("epd_conversation_turns_total"),
+            hit=count("epd_conversation_turns_total", result="hit"),
         ),
     )
-
-
-def _sums(families: Iterable[Metric]) -> dict[tuple[str, ...], float]:
-    sums: dict[tuple[str, ...], float] = defaultdict(float)
-    for family in families:
-        for name, labels, value, *_ in family.samples:
-            key = (name, *(labels.get(label, "") for label in LABELS.get(name, ())))
-            sums[key] += value
-    return sums

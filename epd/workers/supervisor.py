@@ -8,20 +8,17 @@ connections that wait at a worker that dies are served by its replacement.
 
 import asyncio
 import signal
-import socket
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any
 
 import structlog
 
 from epd.aio import Background
 from epd.config import ProxyConfig
 from epd.edge.files import Files
-from epd.edge.listening import BACKLOG, binding_errors, listening_at, log_listening
+from epd.edge.listening import BACKLOG, bound_sockets, log_listening
 from epd.observe import logs
 from epd.workers.orders import (
     CLEANUP_S,
@@ -35,7 +32,6 @@ from epd.workers.orders import (
 )
 from epd.workers.worker import (
     BEAT_S,
-    Sockets,
     WorkerMain,
     WorkerProcess,
     WorkerProcesses,
@@ -52,9 +48,6 @@ RESTART_S = 0.25
 HUNG_BEATS = 30
 """Number of missing heartbeats in a row after which a worker is killed: 30 s. The first process
 counts at its own pace, so that a pause of the whole machine kills no worker."""
-
-Address = tuple[Any, ...]
-"""Address for the socket functions: host, port, and for IPv6 flow and scope."""
 
 
 class WorkersFailed(Exception):
@@ -80,7 +73,9 @@ async def supervise(
     orders, files = orders_by_signal(config), Files(config)
     workers = WorkerProcesses(worker_main, config, files)
     with shared_state(config) as shared:
-        with _listening(config) as groups:
+        with bound_sockets(config) as groups:
+            for listener in chain(*groups):
+                listener.listen(BACKLOG)
             # This process has no metrics: its failures appear only in its log.
             background = Background(lambda *_: None)
             reload = partial(_reload, orders, files, workers)
@@ -185,59 +180,3 @@ class Keeper:
             "worker hangs: killing it", worker=slot.number, without_heartbeat_s=missing * BEAT_S
         )
         process.send_signal(signal.SIGKILL)
-
-
-@contextmanager
-def _listening(config: ProxyConfig) -> Iterator[list[Sockets]]:
-    """Open sockets on one port: for each worker, one per address of the host.
-
-    All workers share one Unix socket: Unix sockets have no `SO_REUSEPORT`.
-
-    Raises:
-        CannotListen: the address cannot be bound.
-    """
-    with ExitStack() as stack:
-        with binding_errors(config):
-            if config.uds is None:
-                groups = _bound_to_one_port(config, stack)
-            else:
-                shared = stack.enter_context(listening_at(config.uds))
-                groups = [(shared,)] * config.workers
-        yield groups
-
-
-def _bound_to_one_port(config: ProxyConfig, stack: ExitStack) -> list[Sockets]:
-    port, by_address = config.port, list[Sockets]()
-    for family, (host, _, *scope) in _addresses(config.host):
-        # The first socket is bound without SO_REUSEPORT: bind fails if another process listens.
-        first = stack.enter_context(_bound(family, (host, port, *scope)))
-        first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        bound = first.getsockname()
-        port = bound[1]
-        others = [
-            stack.enter_context(_bound(family, bound, shared=True))
-            for _ in range(config.workers - 1)
-        ]
-        by_address.append((first, *others))
-    for listener in chain(*by_address):
-        listener.listen(BACKLOG)
-    return list(zip(*by_address, strict=True))
-
-
-def _addresses(host: str) -> list[tuple[int, Address]]:
-    found = socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    return list(dict.fromkeys((family, address) for family, *_, address in found))
-
-
-def _bound(family: int, address: Address, *, shared: bool = False) -> socket.socket:
-    opened = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, shared)
-        if family == socket.AF_INET6:  # 0.0.0.0 has a socket of its own
-            opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        opened.bind(address)
-    except BaseException:
-        opened.close()
-        raise
-    return opened

@@ -12,7 +12,6 @@ import gc
 import mmap
 import os
 import signal
-import socket
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -25,11 +24,11 @@ import uvloop
 from epd.config import ProxyConfig
 from epd.discovery.membership import SourcePages
 from epd.edge.files import Files
+from epd.edge.listening import Sockets
 from epd.edge.tenant_use import TenantLedger
 from epd.observe import logs
 from epd.observe.worker_metrics import keep_counters
 from epd.shared_page import SharedPage
-from epd.ui.dashboard import clear_page
 from epd.workers.orders import SIGNALS
 
 MAX_STANDARD = 2
@@ -37,8 +36,6 @@ MAX_STANDARD = 2
 
 BEAT_S = 1.0
 """Interval of a worker's heartbeat, in seconds."""
-
-Sockets = tuple[socket.socket, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +109,8 @@ class WorkerSlot:
     def bury_pages(self) -> None:
         """Mark the pages of the dead worker, so that the others do not read it as alive."""
         keep_counters(self.shared.pages[self.index])
-        clear_page(self.shared.recents[self.index])
+        with suppress(OSError):  # the others show its last state for a while
+            self.shared.recents[self.index].write(b"")
         self.shared.ledger.forget_requests(self.index)
 
 

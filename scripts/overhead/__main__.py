@@ -16,7 +16,7 @@ import orjson
 from epd.parser import Parser
 from epd.tools.bench.runs import machine
 from epd.tools.up.process import ProcessDied
-from epd.tools.up.signals import hold_signals, leave_contexts_on_signals
+from epd.tools.up.signals import leave_contexts_on_signals
 from epd.version import __version__
 from scripts.overhead.rig import EPD, Contender, Rig, Running
 from scripts.overhead.scenarios import DIRECT, SCENARIOS, Result, Sample, Scenario, table
@@ -131,14 +131,10 @@ def _run(  # noqa: PLR0913 - one parameter per flag
 
 @contextmanager
 def _folder() -> Iterator[Path]:
-    """Create a folder for logs and the store; a second signal does not prevent its deletion."""
+    """Create a folder for logs and the store."""
     memory = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
-    made = tempfile.TemporaryDirectory(prefix="epd-bench-", dir=memory)
-    try:
-        yield Path(made.name)
-    finally:
-        with hold_signals():
-            made.cleanup()
+    with tempfile.TemporaryDirectory(prefix="epd-bench-", dir=memory) as made:
+        yield Path(made)
 
 
 def _results(

@@ -20,8 +20,7 @@ import psutil
 import uvloop
 
 from epd.tools.up.ports import free_ports
-from epd.tools.up.process import Guard, Process, stop, wait_until_ready
-from epd.tools.up.signals import hold_signals
+from epd.tools.up.process import STOP_TIMEOUT_S, Process, stop, wait_until_ready
 from scripts.overhead import load
 from scripts.overhead.load import BenchLoad
 from scripts.overhead.scenarios import Bodies, Sample, Scenario, sample
@@ -109,18 +108,6 @@ class Running:
     contenders: Sequence[Measured]
 
 
-@contextmanager
-def _stopped_at_end() -> Iterator[tuple[list[Process], Guard]]:
-    """Stop the processes with the context; if this process dies, the guard ends them."""
-    guard = Guard()
-    processes: list[Process] = []
-    try:
-        yield processes, guard
-    finally:
-        stop(processes)
-        guard.close()
-
-
 class Rig:
     """Test rig that starts the proxies on their own cores, and measures them."""
 
@@ -153,17 +140,14 @@ class Rig:
         with ExitStack() as stack:
             stack.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))
             os.sched_setaffinity(0, self._ours)
-            processes, guard = stack.enter_context(_stopped_at_end())
-            with hold_signals():
-                processes.append(self._engines(ports))
-                guard.watch(processes[-1].pid)
+            processes: list[Process] = []
+            stack.callback(stop, (processes, STOP_TIMEOUT_S))
+            processes.append(self._engines(ports))
             wait_until_ready(processes, READY_S, _no_report)
             measured: list[Measured] = []
             for contender in self._contenders:
-                with hold_signals():
-                    measured.append(self._start(contender, urls, prefill=prefill))
-                    processes.append(measured[-1].process)
-                    guard.watch(processes[-1].pid)
+                measured.append(self._start(contender, urls, prefill=prefill))
+                processes.append(measured[-1].process)
             wait_until_ready(processes, READY_S, _no_report)
             yield Running(urls["decode"], measured)
 

@@ -280,7 +280,7 @@ async def test_tls_connections_are_accepted_after_one_that_raised(counted: Count
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server, config = RoomOnceUnknown(), ProxyConfig(**FAST, decode_servers_urls=("http://d:1",))
     with capture_logs() as lines:
-        accepting = Handshakes(cast("EdgeServer", server), [listener], tls, config, counted)
+        accepting = Handshakes(cast("EdgeServer", server), listener, tls, config, counted)
         async with connected(f"http://127.0.0.1:{listener.getsockname()[1]}"):
             await until(lambda: counted.failures["tls_accept"] == 1)
             async with connected(f"http://127.0.0.1:{listener.getsockname()[1]}") as (reader, _):

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ec_store import EntryInfo, open_store
 from epd.routing.instances import Role
 from epd.tools.up.engine import Engine
-from epd.tools.up.stack import Stack
+from scripts.stack import Stack
 from tests.collector import Collector
 from tests.e2e.stacks import (
     Spec,

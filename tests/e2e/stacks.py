@@ -77,7 +77,8 @@ class Spec:
 
     def _ranks_of(self, role: Role) -> Sequence[str]:
         ranks = self.ranks if role is Role.ENCODE else self.consumer_ranks
-        return ["--tensor-parallel-size", str(ranks)] if ranks > 1 else []
+        several = ["--tensor-parallel-size", str(ranks), "--distributed-executor-backend", "mp"]
+        return several if ranks > 1 else []
 
     def proxy_flags(self) -> Sequence[str]:
         """Return the proxy's flags, in addition to those of every stack."""

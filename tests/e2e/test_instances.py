@@ -11,7 +11,7 @@ import openai
 
 from epd.routing.instances import Role
 from epd.tools.up.ports import free_ports
-from epd.tools.up.process import Process, stop, wait_until_ready
+from epd.tools.up.process import STOP_TIMEOUT_S, Process, stop, wait_until_ready
 from scripts.forked import ForkedProcess
 from tests.e2e.asking import ask
 from tests.e2e.load import ASKED, CLIENTS, QUESTIONS, Load, until
@@ -27,7 +27,7 @@ def started(*processes: Process) -> Iterator[None]:
         wait_until_ready(processes, START_S, print)
         yield
     finally:
-        stop(processes)
+        stop((processes, STOP_TIMEOUT_S))
 
 
 def proxy(stack: Served, folder: Path, port: int) -> Process:
@@ -48,7 +48,7 @@ def test_an_encode_engine_is_added_and_another_removed_under_load(
     due = [ask(stack.baseline, stack.model, *question) for question in QUESTIONS]
     port, side_channel, of_proxy = free_ports(3)
     first, second = stack.encode, replace(stack.encode, port=port, side_channel_port=side_channel)
-    engine = ForkedProcess(second.server(), tmp_path / "second.log", None)
+    engine = ForkedProcess(second.server(), tmp_path / "second.log")
     dynamic = proxy(stack, tmp_path, of_proxy)
     with (
         started(engine, dynamic),

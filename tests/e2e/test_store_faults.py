@@ -45,7 +45,7 @@ def by_key(identifier: str, grid: Mapping[str, Any] = GRID) -> Part:
 def to_engine(engine: Engine, *parts: Part, tokens: int, **more: Any) -> httpx.Response:
     """Send a request directly to an engine."""
     body: dict[str, Any] = {
-        "model": engine.served_name,
+        "model": engine.settings.served_name,
         "messages": [{"role": "user", "content": list(parts)}],
         "max_tokens": tokens,
         "temperature": 0,

@@ -1,11 +1,11 @@
 """Faults of claims, on disk and in Redis."""
 
-import errno
 import multiprocessing
 import os
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ import pytest
 from ec_store import EntryKey, StoreUnavailable
 from ec_store.base import LONGEST_CLAIM_S
 from ec_store.disk import claims as disk_claims
-from ec_store.disk.files import Folder
+from ec_store.disk import lock as locks
+from ec_store.disk import tree
 from ec_store.disk.store import SharedDiskStore
 from ec_store.redis.client import RedisClient
 from ec_store.redis.connection import Command, Reply
@@ -45,10 +46,6 @@ def opened(root: Path) -> SharedDiskStore:
 
 def file_of(root: Path, claimed: EntryKey) -> Path:
     return root / "claims" / claimed.digest
-
-
-def change_of(root: Path, claimed: EntryKey) -> Path:
-    return root / "claims" / f"{claimed.digest}.next"
 
 
 def age(path: Path, seconds: float) -> None:
@@ -89,6 +86,86 @@ def test_no_claim_is_found_to_live_for_ever(
     assert disk.claim([key()], "a", 30) == [True]
 
 
+@contextmanager
+def before_the_lock(
+    monkeypatch: pytest.MonkeyPatch, happens: Callable[[], object]
+) -> Iterator[None]:
+    """Run `happens` once, before the folder of claims is locked."""
+    changed = []
+
+    def locked_later(fd: int) -> AbstractContextManager[None]:
+        monkeypatch.setattr(disk_claims, "lock", locks.lock)
+        happens()
+        changed.append(fd)
+        return locks.lock(fd)
+
+    monkeypatch.setattr(disk_claims, "lock", locked_later)
+    yield
+    assert changed
+
+
+@pytest.mark.parametrize("meanwhile", ["renewed", "taken over", "released and taken"])
+def test_claim_of_another_owner_is_not_replaced(
+    root: Path, disk: SharedDiskStore, monkeypatch: pytest.MonkeyPatch, meanwhile: str
+) -> None:
+    def take() -> None:
+        if meanwhile == "released and taken":
+            other.release([key()], "holder")
+        owner = "holder" if meanwhile == "renewed" else "other"
+        assert other.claim([key()], owner, 30) == [True]
+
+    with opened(root) as other:
+        other.claim([key()], "holder", 30)
+        age(file_of(root, key()), 31)
+        with before_the_lock(monkeypatch, take):
+            assert disk.claim([key()], "a", 30) == [False]
+        assert names(root) == {key().digest}
+
+
+def test_claim_that_was_released_meanwhile_is_taken(
+    root: Path, disk: SharedDiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk.claim([key()], "a", 30)
+    with before_the_lock(monkeypatch, lambda: file_of(root, key()).unlink()):
+        assert disk.claim([key()], "a", 30) == [True]
+    assert names(root) == {key().digest}
+
+
+@pytest.mark.parametrize("end", [SharedDiskStore.evict, lambda disk: disk.release([key()], "a")])
+def test_claim_that_another_owner_takes_before_its_removal_stays(
+    root: Path,
+    disk: SharedDiskStore,
+    monkeypatch: pytest.MonkeyPatch,
+    end: Callable[[SharedDiskStore], object],
+) -> None:
+    def take_over() -> None:
+        age(file_of(root, key()), 31)
+        assert other.claim([key()], "other", 30) == [True]
+
+    with opened(root) as other:
+        disk.claim([key()], "a", 30)
+        if end is SharedDiskStore.evict:
+            age(file_of(root, key()), 31)
+        with before_the_lock(monkeypatch, take_over):
+            end(disk)
+        assert disk.claim([key()], "a", 30) == [False]
+
+
+def test_claims_are_unavailable_while_another_process_keeps_the_folder_locked(
+    root: Path, disk: SharedDiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that was stopped within a change: free claims are taken, and no other changes."""
+    monkeypatch.setattr(locks, "BUSY_S", 0.01)
+    disk.claim([key()], "a", 30)
+    fd = os.open(root / "claims", os.O_RDONLY)
+    with locks.lock(fd):
+        assert disk.claim([key("free")], "a", 30) == [True]
+        with pytest.raises(StoreUnavailable, match="keeps its claims locked"):
+            disk.claim([key()], "a", 30)
+    os.close(fd)
+    assert disk.claim([key()], "a", 30) == [True]
+
+
 @pytest.mark.fault(27)
 def test_a_claim_from_the_future_is_ignored(root: Path, disk: SharedDiskStore) -> None:
     disk.claim([key()], "other", 30)
@@ -97,110 +174,14 @@ def test_a_claim_from_the_future_is_ignored(root: Path, disk: SharedDiskStore) -
     assert disk.claim([key()], "a", 30) == [True]
 
 
-def test_a_change_left_by_a_crash_blocks_only_briefly(
+def test_claims_that_ended_are_swept_and_others_are_not(
     root: Path, disk: SharedDiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    both = [key("held"), key("ended")]
-    disk.claim(both, "a", 30)
-    age(file_of(root, key("ended")), 31)
-    for each in both:
-        change_of(root, each).symlink_to("30")
-
-    assert disk.claim(both, "b", 30) == [False, False]
-    assert disk.claim(both, "a", 30) == [True, False]
-    for each in both:
-        age(change_of(root, each), disk_claims.STALE_S + 1)
-    assert disk.claim(both, "b", 30) == [False, True]
-    assert disk.claim(both, "a", 30) == [True, False]
-    assert names(root) == {each.digest for each in both}
-
-
-def test_a_process_stopped_within_a_change_does_not_complete_it_later(
-    root: Path, disk: SharedDiskStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    has = Folder.has
-
-    def stopped_meanwhile(folder: Folder, name: str) -> bool:
-        monkeypatch.undo()
-        age(change_of(root, key()), disk_claims.STALE_S + 1)
-        assert other.claim([key()], "other", 30) == [True]
-        return has(folder, name)
-
-    with opened(root) as other:
-        other.claim([key()], "dead", 30)
-        age(file_of(root, key()), 31)
-        monkeypatch.setattr(Folder, "has", stopped_meanwhile)
-
-        assert disk.claim([key()], "a", 30) == [False]
-        assert disk.claim([key()], "other", 30) == [True]
-
-
-def test_a_claim_that_was_renewed_meanwhile_is_not_taken_over(
-    root: Path, disk: SharedDiskStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    changed = disk_claims._changed  # noqa: SLF001
-
-    def renewed_before(*args: Any) -> bool:
-        monkeypatch.undo()
-        assert other.claim([key()], "holder", 30) == [True]
-        return changed(*args)
-
-    with opened(root) as other:
-        other.claim([key()], "holder", 30)
-        age(file_of(root, key()), 31)
-        monkeypatch.setattr(disk_claims, "_changed", renewed_before)
-
-        assert disk.claim([key()], "a", 30) == [False]
-        assert names(root) == {key().digest}
-
-
-def test_a_claim_released_during_a_change_is_taken_and_not_replaced(
-    root: Path, disk: SharedDiskStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another process may take the released claim at any moment; a rename would overwrite it."""
-    has, renamed = Folder.has, list[object]()
-
-    def has_disappeared(folder: Folder, name: str) -> bool:
-        file_of(root, key()).unlink()
-        return has(folder, name)
-
-    disk.claim([key()], "a", 30)
-    monkeypatch.setattr(Folder, "has", has_disappeared)
-    monkeypatch.setattr(Folder, "rename", lambda *names: renamed.append(names))
-
-    assert disk.claim([key()], "a", 30) == [True]
-    assert not renamed
-    assert names(root) == {key().digest}
-
-
-def test_a_claim_about_to_expire_is_not_renewed(root: Path, disk: SharedDiskStore) -> None:
-    disk.claim([key()], "a", disk_claims.SURE_S / 2)
-    disk.release([key()], "a")
-    assert names(root) == {key().digest}
-
-    disk.claim([key()], "a", 30)
-    disk.release([key()], "a")
-    assert names(root) == set()
-
-
-def test_claims_succeed_on_file_systems_without_hard_links(
-    disk: SharedDiskStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_links(*_: object) -> bool:
-        raise OSError(errno.EPERM, "Operation not permitted")
-
-    monkeypatch.setattr(Folder, "link", no_links)
-    assert disk.claim([key()], "a", 30) == [True]
-    assert disk.claim([key()], "b", 30) == [True]
-    disk.release([key()], "a")
-
-
-def test_claims_that_ended_are_swept_and_others_are_not(root: Path, disk: SharedDiskStore) -> None:
     disk.claim([key(name) for name in ("ended", "live")], "a", 30)
     age(file_of(root, key("ended")), 31)
-    change_of(root, key("crashed")).symlink_to("30")
-    age(change_of(root, key("crashed")), disk_claims.STALE_S + 1)
+    (root / "claims" / f".{key().digest}.tmp").symlink_to("left by a crash")
     (root / "claims" / "README").write_text("not a claim")
+    monkeypatch.setattr(tree, "STAGING_S", -1)
     disk.evict()
 
     assert names(root) == {key("live").digest, "README"}
@@ -209,7 +190,7 @@ def test_claims_that_ended_are_swept_and_others_are_not(root: Path, disk: Shared
 def test_a_claimer_killed_at_any_instruction_blocks_no_other(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_claims, "STALE_S", 0.1)
+    monkeypatch.setattr(tree, "STAGING_S", -1)
     chance = random.Random(1)  # noqa: S311
 
     def claim_again_and_again() -> None:
@@ -236,10 +217,10 @@ def test_claims_that_cannot_be_written_are_unavailable(
 ) -> None:
     disk.claim([key("held")], "a", 30)
 
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Folder, "link", full)
+    monkeypatch.setattr(os, "symlink", full)
     with pytest.raises(StoreUnavailable, match="No space"):
         disk.claim([key()], "a", 30)
     assert names(root) == {key("held").digest}

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from ec_store import Entry, EntryInfo, EntryKey, Store, StoreUnavailable
+from ec_store import Entry, EntryKey, Store, StoreUnavailable
 from ec_store.aio import AsyncStore
 from ec_store.disk.store import SharedDiskStore
-from epd.encoder_cache.claims import Claims, EncodeClaim
+from epd.encoder_cache.claims import Claims, MakerClaims
 from epd.encoder_cache.client import EncoderCache
 from epd.encoder_cache.lookup import Lookup
 from tests.support.backed import NAMESPACE, Backed, cache_settings, opened_cache
@@ -38,15 +38,7 @@ async def looked(claims: Claims, *names: str) -> AsyncIterator[Lookup]:
     try:
         yield lookup
     finally:
-        claims.end_lookup(lookup)
-
-
-@asynccontextmanager
-async def encoding(
-    claims: Claims, name: str, wait_s: float = 0.0
-) -> AsyncIterator[tuple[EncodeClaim, EntryInfo | None]]:
-    with EncodeClaim(claims, key(name)) as claim:
-        yield claim, None if claim.is_held else await claim.wait_for_turn(wait_s)
+        claims.give_back(lookup.claimed)
 
 
 def key(name: str) -> EntryKey:
@@ -62,6 +54,13 @@ def free(store: Store, *keys: EntryKey) -> bool:
 
 def put(store: Store, key: EntryKey) -> None:
     store.put(key, Entry(memoryview(bytes(16)), "F32", (1, 4), "image", {}))
+
+
+def make(claims: Claims, key: EntryKey) -> None:
+    """Take the claim of an entry, and end its making: the entry is coming."""
+    maker = MakerClaims(claims)
+    assert maker.take(key)
+    maker.end(entry_coming=True)
 
 
 @pytest.fixture
@@ -89,25 +88,26 @@ async def test_lookup_claims_missing_entries_without_a_second_call(
     async with claiming(url) as claims, looked(claims, "a", "b") as look:
         assert list(look.claimed) == KEYS
         asked = len(calls)
-        async with encoding(claims, "a") as (_, found):
-            assert found is None
+        with MakerClaims(claims) as maker:
+            assert maker.take(KEYS[0])
             assert len(calls) == asked
 
-        assert not free(backed.store, KEYS[0])
+            assert not free(backed.store, KEYS[0])
 
 
 async def test_claims_go_back_at_once_where_nothing_was_made(backed: Backed, url: str) -> None:
     async with claiming(url, **LASTING) as claims:
-        async with looked(claims, "a", "b"), encoding(claims, "a"):
-            pass
+        async with looked(claims, "a", "b"):
+            with MakerClaims(claims) as maker:
+                assert maker.take(KEYS[0])
 
         await until(lambda: free(backed.store, *KEYS), timeout_s=30)
 
 
 async def test_a_claim_is_kept_while_an_instance_may_still_write(backed: Backed, url: str) -> None:
     async with claiming(url, **LASTING) as claims:
-        async with looked(claims, "a", "b"), encoding(claims, "a") as (turn, _):
-            turn.entry_coming = True
+        async with looked(claims, "a", "b"):
+            make(claims, KEYS[0])
         await until(lambda: free(backed.store, KEYS[1]), timeout_s=30)
 
         assert not free(backed.store, KEYS[0])
@@ -117,39 +117,79 @@ async def test_a_claim_goes_back_when_an_instance_has_had_time_to_write(
     backed: Backed, url: str
 ) -> None:
     async with claiming(url, **LASTING | {"written_within_s": 0.1}) as claims:
-        async with looked(claims, "a"), encoding(claims, "a") as (turn, _):
-            turn.entry_coming = True
+        async with looked(claims, "a"):
+            make(claims, KEYS[0])
 
         await until(lambda: free(backed.store, KEYS[0]), timeout_s=30)
 
 
-@pytest.mark.usefixtures("backed")
-async def test_only_items_of_other_requests_and_proxies_are_encoded_elsewhere(url: str) -> None:
-    async with claiming(url) as ours, claiming(url) as theirs, looked(theirs, "b"):
-
-        def elsewhere(lookup: Lookup, names: str) -> list[bool]:
-            return [ours.is_encoded_elsewhere(key(name), lookup) for name in names]
-
-        async with looked(ours, "a", "b") as first:
-            assert elsewhere(first, "ab") == [False, True]
-            async with encoding(ours, "a"), looked(ours, "a", "c") as second:  # claims nothing
-                assert elsewhere(second, "ac") == [True, False]
-        begun = asyncio.create_task(ours.look_up([key("d")]))
-        await asyncio.sleep(0)
-        async with looked(ours, "d", "e") as later:  # while the other lookup has no answer
-            assert elsewhere(later, "de") == [True, False]
-        ours.end_lookup(await begun)
+async def test_a_claim_is_free_until_a_maker_takes_it(backed: Backed, url: str) -> None:
+    async with claiming(url) as ours, claiming(url) as theirs:
+        async with looked(theirs, "b"), looked(ours, "a", "b"), looked(ours, "a"):
+            assert [ours.is_free(one) for one in KEYS] == [True, False]
+            with MakerClaims(ours) as first, MakerClaims(ours) as second:
+                assert (first.take(KEYS[0]), second.take(KEYS[0])) == (True, False)
+                assert not ours.is_free(KEYS[0])
+        await until(lambda: free(backed.store, *KEYS), timeout_s=30)
 
 
-async def test_the_second_waiter_repeats_the_lookup(backed: Backed, url: str) -> None:
-    """The first request may have had the item encoded since the second looked it up."""
-    async with claiming(url) as claims, looked(claims, "a"), looked(claims, "a") as second:
-        assert not second.claimed
-        async with encoding(claims, "a") as (turn, _):
-            turn.entry_coming = True
+async def test_a_claim_that_another_request_gave_back_is_claimed_by_the_wait(
+    backed: Backed, url: str
+) -> None:
+    async with claiming(url) as claims, looked(claims, "a"):
+        async with looked(claims, "a"):
+            pass
+        await until(lambda: free(backed.store, KEYS[0]), timeout_s=30)
+        with MakerClaims(claims) as maker:
+            assert await maker.wait(KEYS[0], 3600) is None
+            assert maker.take(KEYS[0])
+            assert not free(backed.store, KEYS[0])
+
+
+async def test_an_entry_that_was_made_is_found_by_a_later_wait(backed: Backed, url: str) -> None:
+    """The other maker may have made it since this one looked it up."""
+    async with claiming(url) as claims, looked(claims, "a"), looked(claims, "a"):
+        make(claims, KEYS[0])
+        waiting = asyncio.create_task(MakerClaims(claims).wait(KEYS[0], 3600))
+        await asyncio.sleep(0.05)
         put(backed.store, KEYS[0])
-        async with encoding(claims, "a") as (_, found):
-            assert found is not None
+
+        assert await waiting is not None
+
+
+async def test_waits_for_one_entry_share_their_lookups(
+    backed: Backed, url: str, calls: list[str]
+) -> None:
+    async with claiming(url) as claims, looked(claims, "a"):
+        with MakerClaims(claims) as maker:
+            assert maker.take(KEYS[0])
+            waits = [
+                asyncio.create_task(MakerClaims(claims).wait(KEYS[0], 3600)) for _ in range(50)
+            ]
+            asked = len(calls)
+            await asyncio.sleep(0.3)
+            polls = (len(calls) - asked) / 3  # a lookup, a claim and a lookup each
+            put(backed.store, KEYS[0])
+            found = await asyncio.gather(*waits)
+
+        assert None not in found
+        assert polls < 50
+
+
+async def test_no_wait_lasts_for_an_entry_that_did_not_appear(backed: Backed, url: str) -> None:
+    async with asyncio.timeout(90), claiming(url, written_within_s=0.1) as claims:
+        async with looked(claims, "a", "b"):
+            make(claims, KEYS[0])
+            with MakerClaims(claims) as maker, MakerClaims(claims) as other:
+                assert other.take(KEYS[1])
+                assert await maker.wait(KEYS[0], 3600) is None
+                assert await maker.wait(KEYS[1], 0.1) is None
+                assert maker.wait_limit_s(KEYS[:1]) == maker.wait_limit_s(KEYS[1:]) == 0
+                assert not maker.take(KEYS[0])
+        assert claims.is_late(KEYS[0])
+        put(backed.store, KEYS[0])
+        async with looked(claims, "a"):
+            assert not claims.is_late(KEYS[0])
 
 
 async def test_a_claim_is_renewed_while_it_is_held(
@@ -179,9 +219,9 @@ async def test_claims_are_maintained_after_an_unexpected_exception(
         with capture_logs() as logs:
             async with looked(claims, "a"):
                 await until(lambda: raised)
-                async with encoding(claims, "b") as (place, _):
-                    place.entry_coming = True
-            await until(lambda: not claims.is_used(KEYS[1]))
+                await claims.look_up(KEYS[1:])
+                make(claims, KEYS[1])
+            await until(lambda: free(backed.store, KEYS[1]))
         assert [log["task"] for log in logs if "task" in log] == ["claims"]
 
 
@@ -196,8 +236,8 @@ async def test_a_store_that_takes_no_claims_is_still_looked_into(
     async with claiming(url) as claims, looked(claims, "a", "b") as look:
         assert list(look.found or {}) == KEYS[:1]
         assert not look.claimed
-        async with asyncio.timeout(90), encoding(claims, "b", 3600) as (_, found):
-            assert found is None
+        async with asyncio.timeout(90):
+            assert await MakerClaims(claims).wait(KEYS[1], 3600) is None
 
 
 async def test_a_cache_can_close_while_it_learns_a_namespace(backed: Backed, url: str) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from epd.request.encode import AT_ONCE, MAX_RETRIES
+from epd.request.encode import AT_ONCE
+from epd.request.encode_job import MAX_RETRIES
 from epd.routing import retries
 from epd.upstream import Answer, Upstream
 from tests.faults.test_encode import busy, encoded

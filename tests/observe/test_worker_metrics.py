@@ -17,8 +17,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from epd.config import ProxyConfig
 from epd.edge.admission import Admission
 from epd.observe.metrics import MetricsObserver
-from epd.observe.worker_metrics import WorkerMetrics, keep_counters
-from epd.shared_page import HALF_BYTES, HEAD, NUMBER, SharedPage
+from epd.observe.worker_metrics import PACE, WorkerMetrics, keep_counters
+from epd.shared_page import HALF_BYTES, HEAD, NUMBER, Pace, SharedPage
 from tests.examples import scaled
 
 INDEXES = st.integers(0, 2)
@@ -27,12 +27,12 @@ INDEXES = st.integers(0, 2)
 class Worker:
     """Metrics of a worker process."""
 
-    def __init__(self, pages: list[SharedPage], index: int, **times: float) -> None:
+    def __init__(self, pages: list[SharedPage], index: int, pace: Pace = PACE) -> None:
         registry = CollectorRegistry()
         self.counter = Counter("c", "", registry=registry)
         self.gauge = Gauge("g", "", registry=registry)
         self.doing = 0.0
-        self.metrics = WorkerMetrics(registry, pages, index, **times)
+        self.metrics = WorkerMetrics(registry, pages, index, pace)
 
     def do(self, value: float) -> None:
         self.doing = value
@@ -71,7 +71,7 @@ class Workers(RuleBasedStateMachine):
 
     @rule(index=INDEXES)
     def write(self, index: int) -> None:
-        self.workers[index].metrics.write()
+        self.workers[index].metrics.pages.write()
 
     @rule(index=INDEXES)
     def ask(self, index: int) -> None:
@@ -93,7 +93,7 @@ class Workers(RuleBasedStateMachine):
 
     def _agree(self, living: list[Worker]) -> None:
         for worker in living:
-            worker.metrics.write()
+            worker.metrics.pages.write()
         first, *others = [worker.figures() for worker in living]
 
         assert others == [first] * len(others)
@@ -149,12 +149,12 @@ def pages() -> Iterator[list[SharedPage]]:
 
 def test_a_page_is_written_only_where_something_is_new(pages: list[SharedPage]) -> None:
     worker = Worker(pages, 0)
-    worker.metrics.write()
+    worker.metrics.pages.write()
     before = os.pread(pages[0].descriptor, NUMBER.size, 0)
-    worker.metrics.write()
+    worker.metrics.pages.write()
     assert os.pread(pages[0].descriptor, NUMBER.size, 0) == before
     worker.counter.inc()
-    worker.metrics.write()
+    worker.metrics.pages.write()
 
     assert os.pread(pages[0].descriptor, NUMBER.size, 0) != before
 
@@ -166,7 +166,7 @@ def test_a_page_that_cannot_be_read_is_left_out_and_warned_of_once(
     one, other = Worker(pages, 0), Worker(pages, 1)
     for worker in (one, other):
         worker.counter.inc()
-        worker.metrics.write()
+        worker.metrics.pages.write()
     if damage == "bytes":
         os.pwrite(pages[0].descriptor, b"?" * 999, HEAD.size + HALF_BYTES)
     elif damage == "shape":
@@ -187,7 +187,7 @@ def test_a_page_that_cannot_be_read_is_left_out_and_warned_of_once(
 def test_a_worker_that_cannot_write_its_metrics_warns_once(pages: list[SharedPage]) -> None:
     one, other = Worker(pages, 0), Worker(pages, 1)
     other.counter.inc()
-    other.metrics.write()
+    other.metrics.pages.write()
     readable = pages[0].descriptor
     pages[0].descriptor = os.open(f"/proc/self/fd/{readable}", os.O_RDONLY)
     one.counter.inc()
@@ -203,7 +203,7 @@ def test_a_worker_that_cannot_write_its_metrics_warns_once(pages: list[SharedPag
 @asynccontextmanager
 async def writing(worker: Worker) -> AsyncIterator[None]:
     """Run the worker's own writing task."""
-    task = asyncio.create_task(worker.metrics.keep_writing())
+    task = asyncio.create_task(worker.metrics.pages.keep_writing())
     try:
         yield
     finally:
@@ -220,7 +220,7 @@ async def changes(page: SharedPage, worker: Worker, turns: int) -> int:
 
 
 async def test_a_worker_writes_rarely_without_a_scrape(pages: list[SharedPage]) -> None:
-    one, other = (Worker(pages, index, write_s=0) for index in (0, 1))
+    one, other = (Worker(pages, index, Pace(0, 90, 0, 15)) for index in (0, 1))
     async with writing(one):
         await asyncio.sleep(0)
         assert await changes(pages[0], one, 10) == 0
@@ -231,6 +231,6 @@ async def test_a_worker_writes_rarely_without_a_scrape(pages: list[SharedPage]) 
 
 
 async def test_a_worker_writes_its_page_without_a_scrape(pages: list[SharedPage]) -> None:
-    one = Worker(pages, 0, write_s=0, unasked_s=0)
+    one = Worker(pages, 0, Pace(0, 90, 0, 0))
     async with writing(one):
         assert await changes(pages[0], one, 10) >= 9

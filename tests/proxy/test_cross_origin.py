@@ -51,19 +51,15 @@ async def test_no_page_is_allowed_by_default(launch: Launch) -> None:
 SETTINGS: list[dict[str, Any]] = [
     {"allowed_origins": (PAGE,)},
     {"allowed_origins": ("*",)},
-    {"allowed_origins": (PAGE, "http://localhost:3000"), "allow_credentials": True},
-    {"allowed_origins": (PAGE,), "allowed_methods": ("GET", "POST")},
-    {"allowed_origins": (PAGE,), "allowed_methods": ("GET",), "allowed_headers": ("X-Own",)},
+    {"allowed_origins": (PAGE, "http://localhost:3000")},
 ]
 ASKED: list[dict[str, str]] = [
     WANTS,
     {**WANTS, "Origin": OTHER},
     {**WANTS, "Origin": "null"},
-    {**WANTS, "Access-Control-Request-Method": "get"},
     {**WANTS, "Access-Control-Request-Headers": "content-type, x-own"},
     {**WANTS, "Access-Control-Request-Headers": "authorization"},
     {**WANTS, "Origin": OTHER, "Access-Control-Request-Headers": "authorization"},
-    {**WANTS, "Access-Control-Request-Private-Network": "true"},
 ]
 
 
@@ -71,17 +67,10 @@ ASKED: list[dict[str, str]] = [
 async def test_preflights_and_answers_are_vllms(launch: Launch, settings: dict[str, Any]) -> None:
     """The reference is starlette's middleware, as vLLM adds it (`serve/middleware/register.py`)."""
     engine = Starlette()
-    defaults = epd.ProxyConfig.model_fields
-    options: dict[str, Any] = {
-        theirs: settings.get(ours, defaults[ours].default)
-        for theirs, ours in (
-            ("allow_origins", "allowed_origins"),
-            ("allow_methods", "allowed_methods"),
-            ("allow_headers", "allowed_headers"),
-            ("allow_credentials", "allow_credentials"),
-        )
-    }
-    engine.add_middleware(CORSMiddleware, **options)
+    origins = settings["allowed_origins"]
+    engine.add_middleware(
+        CORSMiddleware, allow_origins=origins, allow_methods=("*",), allow_headers=("*",)
+    )
     # A newer starlette also lists the method QUERY, which no route has.
     browser = TestClient(engine)
     async with launch(**settings) as fleet:
@@ -95,8 +84,6 @@ async def test_preflights_and_answers_are_vllms(launch: Launch, settings: dict[s
         for origin in (PAGE, OTHER, None):
             headers = {} if origin is None else {"Origin": origin}
             expected = cross_origin(browser.get("/v1/models", headers=headers).headers.items())
-            if "access-control-allow-origin" not in expected:  # this header alone allows nothing
-                expected.pop("access-control-allow-credentials", None)
             assert (await ask(fleet, "GET", "/v1/models", headers))[1] == expected
 
 
@@ -162,15 +149,11 @@ async def test_options_without_preflight_headers_is_answered_as_without_cors(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"allow_credentials": True}, "needs --allowed-origins"),
-        ({"allow_credentials": True, "allowed_origins": '["*"]'}, "explicit origins"),
         ({"allowed_origins": "*"}, "not a JSON list"),
         ({"allowed_origins": '["https://a/"]'}, "not an origin"),
         ({"allowed_origins": '["null"]'}, "not an origin"),
         ({"allowed_origins": '["a.example"]'}, "not an origin"),
         ({"allowed_origins": "[1]"}, "valid string"),
-        ({"allowed_methods": '["A B"]'}, "not the name"),
-        ({"allowed_headers": '["A\\nB"]'}, "not the name"),
     ],
 )
 def test_unsafe_settings_of_origins_are_refused(settings: dict[str, Any], message: str) -> None:

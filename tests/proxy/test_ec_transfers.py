@@ -416,13 +416,13 @@ async def test_addresses_are_refused_where_nothing_is_pushed(launch: Launch, tra
 async def test_requests_at_the_same_time_read_one_output(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    memory, came, join = Memory(), list[object](), Flights.try_join
+    memory, came, join = Memory(), list[object](), Flights.join
 
     async def counted(flights: Flights[Any, Any], key: object, start: Any) -> Any:
         came.append(key)
         return await join(flights, key, start)
 
-    monkeypatch.setattr(Flights, "try_join", counted)
+    monkeypatch.setattr(Flights, "join", counted)
     async with nixl(launch, memory) as fleet:
         encodes = fleet.e.chat
 

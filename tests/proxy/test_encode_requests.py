@@ -1,16 +1,18 @@
 """Encode requests: what they have of the client's request, and what an instance may refuse."""
 
 import asyncio
-from collections.abc import Awaitable
-from contextlib import suppress
+from collections.abc import Awaitable, Hashable
 from typing import Any
 
 import pytest
 from aiohttp import web
 
+from epd.request.encode_job import EncodeJob
+from epd.request.request import Request
 from tests.requests import image, request, text
+from tests.support.encode_fleet import CONFIG
 from tests.support.fake_instance import ENCODE_TEXT, Handler, encodes, refuses
-from tests.support.fleet import Fleet, Launch, until
+from tests.support.fleet import Fleet, Launch
 
 TEMPLATE = {"chat_template": "{{ messages }}", "chat_template_kwargs": {"thinking": False}}
 ASKED = {"model": "m", **TEMPLATE}
@@ -94,22 +96,6 @@ async def test_untrusted_template_is_left_to_decode(launch: Launch) -> None:
         assert fleet.d.calls[0].body["chat_template"] == TEMPLATE["chat_template"]
 
 
-async def test_requests_with_different_templates_do_not_fail_each_other(launch: Launch) -> None:
-    async def renders(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        with suppress(TimeoutError):
-            await until(lambda: len(fleet.e.calls) == 2, timeout_s=2)
-        answer = refuses(400, "no") if body.get("chat_template_kwargs") else encodes
-        return await answer(http, body)
-
-    async with launch() as fleet:
-        fleet.e.chat = renders
-        bad, good = request(image(), chat_template_kwargs={"x": 1}), request(image())
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(fleet.chat(body)) for body in (bad, bad, good)]
-
-        assert [task.result()[0] for task in tasks] == [400, 400, 200]
-
-
 async def test_other_apis_have_no_template_of_their_own(launch: Launch) -> None:
     picture = {"type": "input_image", "image_url": image()["image_url"]["url"]}
     asked = {"model": "m", "input": [{"role": "user", "content": [picture]}], **TEMPLATE}
@@ -176,19 +162,16 @@ async def test_system_messages_of_other_apis_count(
         assert roles(fleet) == [["user"], ["system", "user"]]
 
 
-async def test_requests_with_and_without_a_system_message_do_not_fail_each_other(
-    launch: Launch,
-) -> None:
-    async def waits(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        with suppress(TimeoutError):
-            await until(lambda: len(fleet.e.calls) >= 2, timeout_s=2)
-        return await requires_system(http, body)
+def test_requests_share_an_encode_only_if_no_instance_can_refuse_one_of_them() -> None:
+    def sharing(headers: dict[str, str] | None = None, **fields: Any) -> Hashable:
+        body = {"model": "m", **request(image(), text("a question")), **fields}
+        return EncodeJob(Request("id", headers or {}, CONFIG, body=body)).sharing
 
-    async with launch() as fleet:
-        fleet.e.chat = waits
-        bad, good = request(image()), request(image())
-        good["messages"].insert(0, {"role": "system", "content": "x"})
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(fleet.chat(body)) for body in (bad, bad, good)]
-
-        assert [task.result()[0] for task in tasks] == [400, 400, 200]
+    others = [
+        sharing({"Authorization": "Bearer other"}),
+        sharing(chat_template="{{ messages }}"),
+        sharing(chat_template_kwargs={"x": 1}),
+        sharing(system="Be brief."),
+    ]
+    assert sharing() == sharing(messages=request(image(), text("another"))["messages"])
+    assert len({sharing(), *others}) == 1 + len(others)

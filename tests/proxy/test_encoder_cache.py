@@ -18,7 +18,7 @@ from structlog.testing import capture_logs
 
 from ec_store import Entry, EntryKey, open_store
 from ec_store.disk.store import SharedDiskStore
-from epd.encoder_cache.claims import Claims, EncodeClaim
+from epd.encoder_cache.claims import Claims
 from epd.observe.logs import LogObserver
 from epd.server import app as proxy_app
 from epd.server.app_keys import CONFIG
@@ -39,7 +39,6 @@ from tests.support.fake_instance import (
     STREAM,
     chunk,
     decodes,
-    encodes,
     fails_first,
     hangs,
     prefills,
@@ -99,13 +98,43 @@ async def test_proxies_on_one_store_encode_a_new_picture_once(
         assert encoded(one) + encoded(other) == 1
 
 
+async def test_an_entry_that_is_being_written_is_not_encoded_again(
+    launch: Launch, backed: Backed, url: str
+) -> None:
+    backed.write_s = 0.5
+    async with caching(launch, backed, url) as fleet:
+        fleet.d.chat = decodes  # which does not wait for the entry
+        for result in ("encoded", "hit"):
+            assert await items_of(fleet, request(image())) == {result: 1}
+
+
+async def test_requests_that_wait_for_a_failed_encode_make_one_more(
+    launch: Launch, backed: Backed, url: str, joined: list[object]
+) -> None:
+    async with caching(launch, backed, url, on_encode_failure="fail") as fleet:
+
+        async def fails(asked: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            await until(lambda: len(joined) == 6)
+            fleet.e.chat = backed.encodes
+            return await refuses(400, "no")(asked, body)
+
+        fleet.e.chat = fails
+        async with asyncio.TaskGroup() as group:
+            asked = [group.create_task(fleet.chat(request(image()))) for _ in range(6)]
+
+        assert sorted(task.result()[0] for task in asked) == [200] * 5 + [400]
+        assert encoded(fleet) == 2
+
+
 async def test_the_wait_for_a_claim_of_a_dead_holder_is_bounded(
     launch: Launch, backed: Backed, url: str
 ) -> None:
     async with caching(launch, backed, url) as fleet:
         await items_of(fleet, request(image()))
+        await asyncio.gather(*backed.writes)
+        assert await items_of(fleet, request(image())) == {"hit": 1}  # so its entry is not late
         key = EntryKey(NAMESPACE, fleet.d.calls[0].parts[0]["uuid"])
-        # The proxy releases its own claim once it has seen the entry.
+        # The proxy releases its own claim after a second.
         await until(lambda: backed.store.claim([key], "dead", 1.0) == [True])
         await backed.forget()
 
@@ -498,44 +527,6 @@ async def test_an_item_is_sent_to_three_instances_at_most(launch: Launch) -> Non
         assert encoded(fleet) == 3
 
 
-async def test_an_encode_without_an_entry_blocks_no_other_request(
-    launch: Launch, backed: Backed, url: str
-) -> None:
-    """Row 15: requests wait shortly for a promised entry, but not for each other."""
-
-    async def forgets(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        return await encodes(request, body)
-
-    async with caching(launch, backed, url) as one, caching(launch, backed, url) as other:
-        for fleet in (one, other):
-            fleet.e.chat = forgets
-            fleet.d.chat = decodes
-        started = asyncio.get_running_loop().time()
-        for fleet in (one, other, one, other):
-            await items_of(fleet, request(image()))
-
-        assert asyncio.get_running_loop().time() - started < 10
-
-
-async def test_options_that_do_not_change_the_key_do_not_hide_it(
-    launch: Launch, backed: Backed, url: str
-) -> None:
-    """In vLLM, options of another modality do not change the key."""
-
-    async def ignores(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        del body["mm_processor_kwargs"]
-        return await backed.encodes(request, body)
-
-    async with caching(launch, backed, url, trust_request_mm_kwargs=True) as fleet:
-        fleet.e.chat = ignores
-        body = request(image(), mm_processor_kwargs={"videos_kwargs": {"fps": 1}})
-        for _ in range(3):
-            await items_of(fleet, body)
-            await asyncio.gather(*backed.writes)
-
-        assert encoded(fleet) == 1
-
-
 async def test_a_wrong_key_fails_only_its_own_request(
     launch: Launch, backed: Backed, url: str
 ) -> None:
@@ -597,34 +588,6 @@ async def test_a_claim_of_a_disconnected_client_is_released(
             await asyncio.sleep(0.5)
 
         await until(lambda: backed.store.claim([key], "another", 1.0) == [True])
-
-
-async def test_an_abandoned_renewal_does_not_release_a_claim_in_use(
-    backed: Backed, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    claim, release = type(backed.store).claim, type(backed.store).release
-    released: list[float] = []
-
-    def slow(*args: Any, **options: Any) -> list[bool]:
-        time.sleep(0.4)
-        return claim(*args, **options)
-
-    def recorded(*args: Any) -> None:
-        released.append(time.monotonic())
-        release(*args)
-
-    monkeypatch.setattr(SharedDiskStore, "release", recorded)
-    async with opened_cache(url, cache_settings(lease_s=1)) as cache:
-        claims = Claims(cache, claim_s=0.3, tend_s=0.015)
-        with EncodeClaim(claims, EntryKey(NAMESPACE, "item")) as item:
-            await item.wait_for_turn(1)
-            monkeypatch.setattr(SharedDiskStore, "claim", slow)
-            await asyncio.sleep(0.2)  # a renewal has begun
-            item.entry_coming = True
-        await until(lambda: released)
-        await asyncio.sleep(1.5)
-
-    assert len(released) == 1
 
 
 async def test_sources_of_items_are_counted_and_logged(

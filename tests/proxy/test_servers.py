@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from epd.encoder_cache.claims import Claims
-from epd.encoder_cache.consumer_claims import ConsumerWrites
+from epd.encoder_cache.client import EncoderCache
 from epd.server import app as proxy_app
 from tests.requests import image, png, request, text
 from tests.support.backed import BUDGET_S, Both, Page, items_of, media_types, parts_of
@@ -92,49 +92,6 @@ def closed_gate(both: Both, fleet: Fleet) -> Gate:
     for server in fleet.decode:
         server.chat = gate
     return gate
-
-
-async def test_requests_for_one_new_picture_make_one_encode(
-    launch: Launch, both: Both, url: str
-) -> None:
-    async with serving(launch, both, url) as fleet:
-        gate = closed_gate(both, fleet)
-        asked = [asyncio.create_task(items_of(fleet, request(FIRST))) for _ in range(4)]
-        await until(lambda: sent(fleet))
-        await asyncio.sleep(0.1)
-        gate.free.set()
-        items = await asyncio.gather(*asked)
-
-        assert sorted(map(str, items)) == ["{'hit': 1}"] * 3 + ["{'local': 1}"]
-        assert sorted(sent(fleet)) == [["image_embeds"]] * 3 + [["image_url"]]
-
-
-async def test_the_picture_of_a_failed_request_is_encoded_by_the_next_one(
-    launch: Launch, both: Both, url: str
-) -> None:
-    async with serving(launch, both, url) as fleet:
-        gate = Gate(both)
-        refused = asyncio.Event()
-
-        async def refuse(asked: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-            await gate.free.wait()
-            refused.set()
-            for server in fleet.decode:
-                server.chat = both.decodes
-            return await refuses(400, "no")(asked, body)
-
-        for server in fleet.decode:
-            server.chat = refuse
-        first = asyncio.create_task(fleet.chat(request(FIRST)))
-        await until(lambda: sent(fleet))
-        second = asyncio.create_task(items_of(fleet, request(FIRST)))
-        await asyncio.sleep(0.1)
-        gate.free.set()
-
-        async with asyncio.timeout(20):  # a claim that stays would take half a minute
-            assert (await first)[0] == 400
-            assert await second == {"local": 1}
-        assert refused.is_set()
 
 
 async def test_requests_with_each_others_new_pictures_do_not_wait_for_each_other(
@@ -303,8 +260,8 @@ async def test_one_of_the_waiting_requests_takes_over_after_a_failure(
 async def test_no_request_waits_for_an_entry_that_did_not_appear(
     launch: Launch, both: Both, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    short = partial(ConsumerWrites, wait_s=0.2, written_within_s=0.0)
-    monkeypatch.setattr(proxy_app, "ConsumerWrites", short)
+    short = partial(Claims, consumer_wait_s=0.2, written_within_s=0.0)
+    monkeypatch.setattr(proxy_app, "Claims", short)
     async with serving(launch, both, url) as fleet:
         for server in fleet.decode:
             server.chat = decodes  # which writes nothing
@@ -320,20 +277,20 @@ async def test_no_request_waits_for_an_entry_that_did_not_appear(
 async def test_requests_wait_for_a_server_that_hangs_once_and_not_for_long(
     launch: Launch, both: Both, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = list[ConsumerWrites]()
+    made = list[Claims]()
 
-    def make(claims: Claims) -> ConsumerWrites:
-        made.append(ConsumerWrites(claims, wait_s=0.3))
+    def make(cache: EncoderCache) -> Claims:
+        made.append(Claims(cache, consumer_wait_s=0.3))
         return made[0]
 
-    monkeypatch.setattr(proxy_app, "ConsumerWrites", make)
+    monkeypatch.setattr(proxy_app, "Claims", make)
     async with serving(launch, both, url) as fleet:
         gate = closed_gate(both, fleet)
         hung = asyncio.create_task(items_of(fleet, request(FIRST)))
         await until(lambda: sent(fleet))
         asked = [asyncio.create_task(items_of(fleet, request(FIRST))) for _ in range(3)]
         await until(lambda: len(sent(fleet)) == 4)
-        made[0].wait_s = 3600
+        made[0].consumer_wait_s = 3600
         late = asyncio.create_task(items_of(fleet, request(FIRST)))
         await until(lambda: len(sent(fleet)) == 5)
         gate.free.set()

@@ -130,8 +130,8 @@ async def answered(fleet: Fleet, body: dict[str, Any]) -> None:
     ("start", "most"),
     [
         (text_e_pd, Trip(50, 235, 50)),
-        (picture_e_p_d, Trip(81, 482, 84)),
-        (picture_hit, Trip(77, 404, 75)),
+        (picture_e_p_d, Trip(81, 482, 83)),
+        (picture_hit, Trip(77, 400, 74)),
     ],
 )
 async def test_no_trip_grows(

@@ -24,9 +24,9 @@ from epd.server.app import RECENT
 from epd.server.app_keys import TABLE
 from epd.server.operator_routes import METRICS
 from epd.server.page_routes import ASSETS
-from epd.shared_page import SharedPage
+from epd.shared_page import Pace, SharedPage
 from epd.tenants import key_line
-from epd.ui.dashboard import Board
+from epd.ui.dashboard import PACE, Board
 from tests.requests import image, request, text
 from tests.support.clients import ALICE, bearer
 from tests.support.fake_instance import FakeInstance, decodes, encodes, refuses
@@ -167,19 +167,24 @@ async def test_the_state_is_built_at_most_twice_a_second(launch: Launch) -> None
     assert len({body for *_, body in bodies}) <= 3
 
 
-def board(fleet: Fleet, pages: list[SharedPage], index: int, **timing: float) -> Board:
+def board(fleet: Fleet, pages: list[SharedPage], index: int, pace: Pace = PACE) -> Board:
     """Return the board of a proxy as one of several workers."""
     app = fleet.runner.app
-    return Board(app[RECENT], app[TABLE], app[METRICS], None, pages, index, **timing)
+    return Board(app[RECENT], app[TABLE], app[METRICS], None, pages, index, pace)
+
+
+async def keep_writing(written: Board) -> None:
+    assert written.pages is not None
+    await written.pages.keep_writing()
 
 
 async def test_a_board_is_written_only_while_it_is_read(launch: Launch) -> None:
-    soon = {"write_s": 0.001, "poll_s": 0.05}
+    soon = Pace(write_s=0.001, wanted_s=5, poll_s=0.05)
     with closing(SharedPage.new_page()) as first, closing(SharedPage.new_page()) as second:
         async with launch() as here, launch() as there:
             pages = [first, second]
-            reader = board(here, pages, 0, **soon)
-            writing = asyncio.create_task(board(there, pages, 1, **soon).keep_writing())
+            reader = board(here, pages, 0, soon)
+            writing = asyncio.create_task(keep_writing(board(there, pages, 1, soon)))
             try:
                 await there.chat(request(text()))
                 assert second.write_count() == 0
@@ -191,8 +196,8 @@ async def test_a_board_is_written_only_while_it_is_read(launch: Launch) -> None:
                 await until(lambda: second.write_count() > written)
 
                 writing.cancel()
-                unread = board(there, pages, 1, **soon, looked_s=0)
-                writing = asyncio.create_task(unread.keep_writing())
+                unread = board(there, pages, 1, soon._replace(wanted_s=0))
+                writing = asyncio.create_task(keep_writing(unread))
                 written = second.write_count()
                 await there.chat(request(text()))
                 await asyncio.sleep(0.05)
@@ -270,8 +275,6 @@ async def test_top_prints_one_frame_without_a_terminal(launch: Launch, flags: li
     ("flags", "message"),
     [
         (["--url", "localhost:8000"], "is not an http(s) URL"),
-        (["--interval", "0"], "is not a number of seconds"),
-        (["--interval", "often"], "is not a number of seconds"),
         (["--url", "http://127.0.0.1:1", "--once"], "does not answer"),
     ],
 )
@@ -323,7 +326,7 @@ async def test_top_redraws_in_a_terminal_until_q_is_pressed(launch: Launch) -> N
         termios.tcsetwinsize(terminal, (24, 80))
         before = termios.tcgetattr(terminal)
         process = subprocess.Popen(  # noqa: ASYNC220 - it takes a millisecond
-            [*EPD, "top", "--url", fleet.url, "--interval", "0.2"],
+            [*EPD, "top", "--url", fleet.url],
             stdin=terminal,
             stdout=terminal,
             stderr=terminal,

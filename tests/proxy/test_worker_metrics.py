@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from epd.tenants import key_line
 from tests.requests import request, text
 from tests.support.clients import ALICE, bearer
-from tests.support.fake_instance import FakeInstance, decodes, encodes, hangs
+from tests.support.fake_instance import FakeInstance, encodes, hangs
 from tests.support.fleet import until
 from tests.support.reloading import everywhere, proxy, reload
 from tests.support.workers import START_S, Workers, some_workers, status
@@ -159,26 +159,3 @@ async def all_show(url: str, success: int) -> None:
 
 async def reloaded(url: str) -> float:
     return (await figures(url, ALICE))[RELOADED]
-
-
-async def health(url: str) -> dict[str, int]:
-    async with aiohttp.ClientSession() as http, http.get(f"{url}/health") as reply:
-        return dict((await reply.json())["conversations"])
-
-
-async def test_health_reports_the_conversations_of_all_workers() -> None:
-    async with FakeInstance(encodes).running() as encode, FakeInstance(decodes).running() as decode:
-        flags = ("--encode-servers-urls", encode.url, "--decode-servers-urls", decode.url)
-        async with some_workers(2, *flags) as workers:
-            asked = 0
-            while len({line["worker"] for line in workers.logged("request", status=200)}) < 2:
-                asked += 1
-                body = request(text(), conversation_id=f"talk {asked}")
-                url = f"{workers.url}/v1/chat/completions"
-                async with aiohttp.ClientSession() as http, http.post(url, json=body) as reply:
-                    assert reply.status == 200
-                    await reply.read()
-            whoever = [{"kept": asked, "evicted": 0}] * 12
-            async with asyncio.timeout(START_S):
-                while [await health(workers.url) for _ in range(12)] != whoever:
-                    pass

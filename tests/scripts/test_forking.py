@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,6 +34,15 @@ def until_listening(program: ForkedProgram) -> None:
     assert program.stderr is not None
     while "listening" not in program.stderr.readline():
         assert program.poll() is None
+
+
+def until_gone(pid: int) -> None:
+    while Path(f"/proc/{pid}").exists() and state_of(pid) != "Z":
+        time.sleep(0.05)
+
+
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def parent_of(pid: int) -> int:
@@ -82,6 +92,6 @@ def test_a_program_has_a_status_after_the_death_of_its_server() -> None:
     os.kill(parent_of(program.pid), signal.SIGKILL)
 
     assert program.wait(30) == -signal.SIGKILL
-    os.killpg(program.pid, signal.SIGKILL)  # the program itself was still running
+    until_gone(program.pid)  # the kernel sends SIGTERM to the program itself
     assert program.stderr is not None
     program.stderr.close()

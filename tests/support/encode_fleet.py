@@ -16,9 +16,9 @@ import epd
 from ec_store import EntryKey
 from epd.api.items import MMItem
 from epd.policies.plan import Course, ItemRule
-from epd.request.encode_job import EncodeJob
+from epd.request.encode_job import EncodeJob, PendingItem
 from epd.request.item_tokens import PIXELS_PER_TOKEN, TokenCounts
-from epd.request.placement import PendingItem, Placement
+from epd.request.placement import Placement
 from epd.request.request import Request
 from epd.routing.balance import Choice
 from epd.routing.encode_work import Speed
@@ -145,7 +145,7 @@ class EncodeFleet:
         request = Request("r", {}, CONFIG, body={"model": "m"}, items=[item])
         job = EncodeJob(request, Course(items=self.rule))
         pending = PendingItem(item, None, EntryKey("n", "key"))
-        self._placement.place_items(job, [pending], lambda _: False)
+        self._placement.place_items(job, [pending])
         return pending
 
     def _encoded(self, asked: Asked, using: InFlight) -> None:

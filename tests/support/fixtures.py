@@ -29,18 +29,13 @@ async def fleet(launch: Launch) -> AsyncIterator[Fleet]:
 def joined(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Return the keys of shared runs; each request that waits for a run adds its key."""
     keys: list[object] = []
+    join = Flights.join
 
-    def counted(name: str) -> None:
-        join = getattr(Flights, name)
+    async def joins(self: Flights[Any, Any], key: object, start: Start[Any]) -> object:
+        keys.append(key)
+        return await join(self, key, start)
 
-        async def joins(self: Flights[Any, Any], key: object, start: Start[Any]) -> object:
-            keys.append(key)
-            return await join(self, key, start)
-
-        monkeypatch.setattr(Flights, name, joins)
-
-    counted("join")
-    counted("try_join")
+    monkeypatch.setattr(Flights, "join", joins)
     return keys
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -139,7 +140,9 @@ class Launch:
             runner = Runner(app, live, app[OBSERVERS])
             await runner.setup()
             stack.push_async_callback(runner.cleanup)
-            await Site(runner, None, app[BACKGROUND], host="127.0.0.1", port=0).start()
+            await Site(
+                runner, None, app[BACKGROUND], socket.create_server(("127.0.0.1", 0))
+            ).start()
             http = await stack.enter_async_context(aiohttp.ClientSession())
             url = f"http://127.0.0.1:{runner.addresses[0][1]}"
             yield Fleet(runner, url, http, events, **groups)

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from epd.errors import Stage
 from epd.events import InstanceChanged
+from epd.ui import formats
 from epd.ui import recent as kept
 from epd.ui.recent import SHOWN_SPANS, SHOWN_TEXT, InstanceState, Recent, Snapshot
-from epd.ui.state import FLOWS, SPARK_S, Moment, UiState, metric_totals, quantile, state
+from epd.ui.state import FLOWS, SPARK_S, Moment, Totals, UiState, metric_totals, quantile, state
 from tests.ui.states import CAUSES, NOW_S, UNIX_S, Clock, done, families, large, stage
 
 NOW = Moment(NOW_S, UNIX_S)
@@ -283,6 +284,81 @@ def test_totals_are_those_of_the_page_of_metrics() -> None:
     assert found["in_flight"] == 12
     assert found["saved"] == {"encodes": 830, "bytes": 312_400_000, "encode_seconds": 148.2}
     assert found["conversations"] == {"kept": 12, "turns": 60, "hit": 45}
+
+
+NONE = {"hit": 0, "encoded": 0, "local": 0}
+NO_MEDIA = {"metadata": 0, "raw": 0}
+NO_TURNS = {"kept": 0, "turns": 0, "hit": 0}
+SAVED = "Saved 830 encodes, 312 MB of media not sent, about 148 s of encoding. Hit rate 83 %"
+MEDIA = "; 93 % of media sent as metadata, 70 raw."
+TURNS = "Of 60 turns, 75 % reused decode's KV blocks; 12 conversations kept."
+NO_WORK = {"encodes": 0, "bytes": 0, "encode_seconds": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("totals", "role", "expected"),
+    [
+        ({}, "encode", f"{SAVED}{MEDIA} {TURNS}"),
+        ({}, "decode", f"{SAVED}{MEDIA} {TURNS}"),  # it had encode instances before
+        ({"items": NONE}, "encode", TURNS),
+        ({"conversations": NO_TURNS, "media": NO_MEDIA}, "encode", f"{SAVED}."),
+        (
+            {"items": NONE, "saved": NO_WORK, "media": NO_MEDIA, "conversations": NO_TURNS},
+            "encode",
+            "Saved 0 encodes. Hit rate -.",
+        ),
+        ({"items": NONE, "conversations": NO_TURNS}, "decode", ""),
+        (
+            {"items": NONE, "conversations": {"kept": 0, "turns": 1, "hit": 0}},
+            "decode",
+            "Of 1 turn, 0 % reused decode's KV blocks.",
+        ),
+        (
+            {"conversations": NO_TURNS, "quarantined": 2},
+            "encode",
+            f"{SAVED}{MEDIA} In quarantine: 2 tenants with requests that ended instances.",
+        ),
+    ],
+)
+def test_the_summary_names_what_was_saved(
+    recent: Recent, totals: dict[str, object], role: str, expected: str
+) -> None:
+    found = cast("Totals", {**metric_totals(families()), **totals})
+    document = state([known(recent, seen("healthy", role=role))], found, None, NOW)
+
+    assert " ".join("".join(parts) for parts in document["summary"]) == expected
+    for parts in document["summary"]:
+        assert all(figure[0] in "0123456789-" for figure in parts[1::2])
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(None, "-"), (0.0004, "0.40 ms"), (0.0123, "12.3 ms"), (0.9996, "1.00 s"), (148.2, "148 s")],
+)
+def test_durations(value: float | None, expected: str) -> None:
+    assert formats.seconds_text(value) == expected
+
+
+def test_figures() -> None:
+    assert formats.bytes_text(312_400_000) == "312 MB"
+    assert formats.bytes_text(0) == "0 B"
+    assert formats.share_text(83, 100) == "83 %"
+    assert formats.share_text(0, 0) == "-"
+
+
+def test_instances_have_names_and_the_fleet_a_topology() -> None:
+    document = large(2)
+
+    assert [one["name"] for one in document["instances"]] == ["E1", "E2", "P1", "P2", "D1", "D2"]
+    assert document["topology"] == "2e2p2d"
+
+
+def test_rates_and_durations_are_those_of_the_last_requests() -> None:
+    document = large(1)
+
+    assert (document["per_s"], document["minute"]["requests"]) == (1.0, 60)
+    assert document["minute"]["failed"] == sum(one["failed"] for one in document["seconds"])
+    assert document["answered"] == {"count": 57, "p50_s": 0.5, "p95_s": 0.5}
 
 
 def test_an_empty_fleet_has_a_state() -> None:

@@ -7,6 +7,7 @@ The tests read sources instead of running them: those of the installed release, 
 
 import ast
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,10 +22,11 @@ from epd.routing.instances import Role
 from epd.routing.reports import KV_BYTES, KV_SECONDS, RUNNING, WAITING
 from epd.tools.doctor.kv_bandwidth import EXTERNAL_TOKENS
 from epd.tools.engine_ends import MEMORY_CAUSES
-from epd.tools.up.engine import FETCHES_ONCE, SETTLED, Engine
+from epd.tools.up.engine import FETCHES_ONCE, Engine
 from epd.tools.up.memory import VLLM_SHARE
 from epd.tools.up.model_config import ENCODER_DECODERS, text_architectures
 from epd.tools.up.platforms import OFFLINE, PLATFORMS
+from epd.tools.up.settings import FleetSettings
 from epd.transfer.encoded import TIMESTAMPS
 from epd.transfer.nixl import KEEP, NixlPush
 from tests.vllm_sources.reading import (
@@ -225,25 +227,28 @@ def test_connectors_that_the_documents_name_are_registered(vllm: Source) -> None
     assert named - there == set()
 
 
-def test_vllm_has_the_flags_that_epd_up_writes(vllm: Source) -> None:
+def test_vllm_has_the_flags_that_epd_up_writes(vllm: Source, tmp_path: Path) -> None:
+    settings = FleetSettings(
+        model="m",
+        served_model_name="m",
+        allowed_local_media_path=str(tmp_path),
+        max_model_len=1,
+        max_num_seqs=1,
+        kv_events=True,
+    )
     every = [
         word
         for platform in PLATFORMS.values()
         for role in Role
         for word in Engine(
             role=role,
-            model="m",
             port=1,
+            settings=settings,
             store="file:///ec",
             platform=platform,
             devices=("0", "1"),
-            served_name="m",
-            local_media="/media",
             memory=0.5,
-            max_model_len=1,
-            max_num_seqs=1,
             kv_extra={"bidirectional_kv_xfer": True},
-            kv_events=True,
         ).command()
         if word.startswith("--")
     ]
@@ -281,29 +286,9 @@ def test_roles_of_connectors_are_vllms(vllm: Source, kind: str) -> None:
 
 
 def test_the_cpu_executor_exists(vllm: Source) -> None:
-    module, _, name = str(PLATFORMS["cpu"].executor).rpartition(".")
+    module, _, name = PLATFORMS["cpu"].flags[-1].rpartition(".")
 
     assert methods(vllm.a_class(module.removeprefix("vllm.").replace(".", "/") + ".py", name))
-
-
-def test_an_engine_has_allocated_its_memory_when_it_logs_that_it_is_initialized(
-    vllm: Source,
-) -> None:
-    """Every start of an engine logs it: in each branch, after the last call that allocates."""
-    core = methods(vllm.a_class("v1/engine/core.py", "EngineCore"))["_initialize_kv_caches"]
-    calls = ["determine_available_memory", "initialize_from_config", "compile_or_warm_up_model"]
-    order = [*map(ast.unparse, core.body)]
-    [logs] = [one for one in core.body if SETTLED in ast.unparse(one)]
-    places = [next(n for n, text in enumerate(order) if f".{call}(" in text) for call in calls]
-
-    assert places == sorted(places)
-    assert core.body.index(logs) > places[-1]
-    branch: ast.stmt = logs
-    while isinstance(branch, ast.If):
-        assert SETTLED in ast.unparse(branch.body[0])
-        [branch] = branch.orelse
-    assert SETTLED in ast.unparse(branch)
-    assert not any(isinstance(one, ast.Return) for one in ast.walk(ast.Module(core.body[:-1], [])))
 
 
 def test_an_encode_instance_measures_no_memory(vllm: Source) -> None:

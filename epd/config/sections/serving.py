@@ -8,9 +8,7 @@ from pydantic import Field, model_validator
 from epd.config.fields import (
     AdminKey,
     EndpointUrl,
-    HeaderNames,
     KeySecret,
-    Methods,
     Origins,
     RootPath,
     Secret,
@@ -72,22 +70,6 @@ class CrossOriginSettings(Section):
     allowed_origins: Origins = ()
     """origins of web pages that may use the proxy from a browser, as a JSON list such as
     ["https://chat.example.com"], or ["*"] for all; default: none"""
-    allowed_methods: Methods = ("*",)
-    """HTTP methods that these web pages may use, as a JSON list; * allows all"""
-    allowed_headers: HeaderNames = ("*",)
-    """request headers that these web pages may set, as a JSON list; * allows all"""
-    allow_credentials: bool = False
-    """allow requests of these web pages to carry cookies and client certificates; invalid with the
-    origin *"""
-
-    @model_validator(mode="after")
-    def _check_origins(self) -> Self:
-        if self.allow_credentials and "*" in self.allowed_origins:
-            raise ValueError(
-                "--allow-credentials needs explicit origins: with the origin *, every web page "
-                "could use the client certificates of its visitors"
-            )
-        return self
 
 
 class TenancySettings(Section):

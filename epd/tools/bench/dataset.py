@@ -1,21 +1,19 @@
-"""Data sets for `vllm bench serve`: VisionArena-Chat, and generated folders in its schema.
+"""Data sets for `vllm bench serve`: VisionArena-Chat, and generated pictures and questions.
 
 Pictures and questions are generated from a seed and resemble those of VisionArena-Chat. A trace is
 the order in which requests repeat pictures; it determines the hit rate of an ideal cache.
 """
 
 import hashlib
-import logging
 import math
 import os
 import random
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import orjson
 from PIL import Image
@@ -30,7 +28,7 @@ GROUND = (8, 8)
 GRAIN = 0.65
 """Share of noise in a picture: with JPEG quality 75, a pixel then takes half a byte."""
 QUALITY = 75
-"""JPEG quality: PIL's default, with which `vllm bench serve` re-encodes each picture."""
+"""JPEG quality: PIL's default."""
 
 _ASKS = (
     *("Please describe", "What can you tell me about", "Explain to me", "Write a caption for"),
@@ -139,7 +137,6 @@ def seen_before(trace: Iterable[Hashable]) -> list[bool]:
 
 
 HUB_NAME = "lmarena-ai/VisionArena-Chat"
-"""Data set that vLLM reads the folder as."""
 VISION_ARENA = "visionarena"
 
 
@@ -149,7 +146,7 @@ class BenchFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """Data set of one run: a folder or name on the hub, and the picture of each request in turn."""
+    """Data set of one run: a file for vLLM, and the picture of each request in turn."""
 
     name: str
     path: str
@@ -157,63 +154,59 @@ class Dataset:
 
 
 def local(data_dir: Path, name: str, prompts: int, seed: int) -> Dataset:
-    """Write a folder with the conversations of a replay; present pictures are kept.
-
-    The folder is an image folder of Hugging Face: `load_dataset(folder)` returns the columns of
-    VisionArena-Chat that vLLM reads: `images[0]` and the first message of `conversation`.
-    """
+    """Write the conversations of a replay, as vLLM's `custom_image`; present pictures are kept."""
     trace = REPLAYS[name](rng(seed, name), prompts)
     folder = data_dir / f"{name}-{seed}"
-    train = folder / "train"
-    (train / "pictures").mkdir(parents=True, exist_ok=True)
-    for number in sorted(set(trace)):
-        path = train / _file(number)
+    folder.mkdir(parents=True, exist_ok=True)
+    pictures = {number: folder / f"{number:06}.jpg" for number in sorted(set(trace))}
+    for number, path in pictures.items():
         if not path.exists():
             _publish(path, jpeg(rng(seed, name, "picture", number)))
-    rows = (_row(f"{seed}/{name}/{at}", number) for at, number in enumerate(trace))
-    _publish(train / "metadata.jsonl", b"".join(orjson.dumps(row) + b"\n" for row in rows))
-    return Dataset(name, str(folder), tuple(map(_file, trace)))
+    prompts_of = (question(rng(f"{seed}/{name}/{at}")) for at in range(len(trace)))
+    return _written(name, folder, zip(prompts_of, map(pictures.__getitem__, trace), strict=True))
 
 
-def vision_arena(prompts: int) -> Dataset:
-    """Return the first conversations of VisionArena-Chat, with the digests of their pictures.
+def vision_arena(data_dir: Path, prompts: int, source: str = HUB_NAME) -> Dataset:
+    """Write the first conversations of VisionArena-Chat; `source` is its name on the hub.
+
+    Only the first message of a conversation and its first picture are used, as by vLLM
+    (`vllm/benchmarks/datasets.py`, `VisionArenaDataset`).
 
     Raises:
         BenchFailed: the hub cannot be reached, or denies access.
     """
-    try:
-        from huggingface_hub import HfApi  # noqa: PLC0415 - as below
+    # Installed only in environments that run this benchmark.
+    from datasets import load_dataset  # noqa: PLC0415
+    from huggingface_hub import HfApi  # noqa: PLC0415
 
-        # One request: `load_dataset` would retry for half a minute.
-        HfApi().auth_check(HUB_NAME, repo_type="dataset")
-        trace = tuple(islice(media_digests(HUB_NAME), prompts))
+    folder = data_dir / VISION_ARENA
+    folder.mkdir(parents=True, exist_ok=True)
+    requests = []
+    try:
+        if source == HUB_NAME:  # one request: `load_dataset` would retry for half a minute
+            HfApi().auth_check(HUB_NAME, repo_type="dataset")
+        rows = load_dataset(source, split="train", streaming=True)
+        for row in islice(rows.decode(enable=False), prompts):
+            image = row["images"][0]
+            content = image["bytes"] or Path(image["path"]).read_bytes()
+            path = folder / hashlib.sha256(content).hexdigest()
+            if not path.exists():
+                _publish(path, content)
+            requests.append((row["conversation"][0][0]["content"], path))
     except Exception as error:  # the type depends on the version of the HTTP library
         lines = str(error).strip().splitlines()
         reason = lines[-1] if lines else type(error).__name__
         raise BenchFailed(f"VisionArena-Chat cannot be read: {reason}") from error
-    return Dataset(VISION_ARENA, HUB_NAME, trace)
+    return _written(VISION_ARENA, folder, requests)
 
 
-def media_digests(path: str) -> Iterator[str]:
-    """Yield the SHA-256 of each picture that vLLM sends from a data set."""
-    # Installed only in environments that run vLLM's benchmark.
-    from datasets import load_dataset  # noqa: PLC0415
-
-    logging.getLogger("datasets").setLevel(logging.ERROR)
-    rows = load_dataset(path, split="train", streaming=True).select_columns("images")
-    for row in rows.decode(enable=False):
-        image: dict[str, Any] = row["images"][0]
-        content = image["bytes"] or Path(image["path"]).read_bytes()
-        yield hashlib.sha256(content).hexdigest()
-
-
-def _row(name: str, number: int) -> dict[str, Any]:
-    turn = [{"role": "user", "content": question(rng(name))}]
-    return {"images_file_names": [_file(number)], "conversation": [turn]}
-
-
-def _file(number: int) -> str:
-    return f"pictures/{number:06}.jpg"
+def _written(name: str, folder: Path, requests: Iterable[tuple[str, Path]]) -> Dataset:
+    """Write the file that vLLM reads as `custom_image`: a prompt and a picture in each line."""
+    asked = list(requests)
+    rows = ({"prompt": prompt, "image_files": [str(path.resolve())]} for prompt, path in asked)
+    file = folder / "requests.jsonl"
+    _publish(file, b"".join(orjson.dumps(row) + b"\n" for row in rows))
+    return Dataset(name, str(file), tuple(path.name for _, path in asked))
 
 
 def _publish(path: Path, content: bytes) -> None:

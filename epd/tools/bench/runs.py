@@ -15,7 +15,6 @@ from typing import Any
 import orjson
 
 from epd.tools.bench.dataset import (
-    HUB_NAME,
     BenchFailed,
     Dataset,
     ideal_hit_rate,
@@ -84,9 +83,8 @@ def bench_command(
         "--endpoint": "/v1/chat/completions",
         "--model": model.id,
         "--tokenizer": model.tokenizer,
-        "--dataset-name": "hf",
+        "--dataset-name": "custom_image",
         "--dataset-path": dataset.path,
-        "--hf-name": HUB_NAME,
         "--num-prompts": len(dataset.trace),
         **{flag: value for flag, value in load.items() if value is not None},
         # The test request would use the first picture, which would then no longer be new.
@@ -99,7 +97,13 @@ def bench_command(
     return [
         *(sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve"),
         *(str(word) for flag in flags.items() for word in flag),
-        *("--disable-shuffle", "--no-oversample", "--ignore-eos", "--disable-tqdm"),
+        *(
+            "--custom-ensure-client-side-data",
+            "--disable-shuffle",
+            "--no-oversample",
+            "--ignore-eos",
+            "--disable-tqdm",
+        ),
         *("--save-result", "--save-detailed"),
     ]
 

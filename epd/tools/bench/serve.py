@@ -25,7 +25,6 @@ from epd.tools.bench.targets import BenchTarget
 from epd.tools.up.signals import leave_contexts_on_signals
 
 ALL = "all"
-NEEDED = ("vllm", "datasets", "pandas")
 
 
 def add_parser(benchmarks: Commands) -> None:
@@ -62,7 +61,7 @@ def _add_flags(add: Callable[..., Any]) -> None:
         choices=(VISION_ARENA, *REPLAYS, ALL),
         help="local (default): pictures repeat as in VisionArena-Chat; visionarena: that data set, "
         "from the hub; pool: 200 pictures at 80%% reuse; window: 4 of 5 pictures were among the "
-        "last 50; all: local, pool and window",
+        "last 50; all: each of these but visionarena",
     )
     number = partial(add, type=int, metavar="N")
     number("--num-prompts", default=100, help="requests per run (default: 100)")
@@ -93,8 +92,10 @@ def _add_flags(add: Callable[..., Any]) -> None:
 
 
 def _run(**flags: Any) -> None:
-    if missing := [name for name in NEEDED if find_spec(name) is None]:
-        sys.exit(f"epd bench serve: needs {', '.join(missing)}: pip install '.[vllm,bench]'")
+    if find_spec("vllm") is None:
+        sys.exit("epd bench serve: needs vllm: pip install '.[vllm]'")
+    if flags["replay"] == VISION_ARENA and find_spec("datasets") is None:
+        sys.exit("epd bench serve: --dataset visionarena needs pip install '.[bench]'")
     leave_contexts_on_signals()
     try:
         _measure(**flags)
@@ -126,13 +127,13 @@ def _measure(  # noqa: PLR0913 - the command's flags
     load = {
         "--request-rate": request_rate,
         "--max-concurrency": max_concurrency,
-        "--hf-output-len": output_len,
+        "--custom-output-len": output_len,
     }
+    names = REPLAYS if replay == ALL else [replay]
+    _report(f"pictures of {', '.join(names)} are in {data_dir}")
     if replay == VISION_ARENA:
-        datasets = [dataset.vision_arena(num_prompts)]
+        datasets = [dataset.vision_arena(data_dir, num_prompts)]
     else:
-        names = REPLAYS if replay == ALL else [replay]
-        _report(f"pictures of {', '.join(names)} are in {data_dir}")
         datasets = [dataset.local(data_dir, name, num_prompts, seed) for name in names]
     runs: list[Run] = []
 

@@ -14,6 +14,7 @@ from urllib.request import Request, urlopen
 import orjson
 from prometheus_client.parser import text_string_to_metric_families
 
+from epd.parser import admin_key
 from epd.tools.bench.dataset import BenchFailed
 
 TIMEOUT_S = 30.0
@@ -102,7 +103,7 @@ def warm_target(target: BenchTarget, model: BenchModel, jpeg: bytes) -> None:
 
 def read_items(target: BenchTarget) -> Items | str:
     """Return the counts of the proxy at `target`, or the reason why they are unknown."""
-    key = os.environ.get("EPD_ADMIN_API_KEY") or os.environ.get("ADMIN_API_KEY")
+    key = admin_key()
     try:
         page = _fetch(f"{target.url}/metrics", {"X-API-Key": key} if key else {})
         return parse_items(page.decode())

@@ -14,7 +14,6 @@ from epd.routing.instances import Role
 from epd.tools.doctor import facts
 from epd.tools.doctor.facts import HostFacts, InstanceFacts, StoreFacts
 from epd.tools.doctor.findings import FAIL, OK, WARN, Finding, Verdict
-from epd.tools.doctor.kv_bandwidth import PairFacts
 
 Facts = TypeVar("Facts")
 Fleet = Sequence[InstanceFacts]
@@ -51,14 +50,6 @@ ON_DEVICE = (
 )
 """Advice for an encode instance beside a device. With the processor on CUDA, vLLM decodes videos
 with NVDEC, which changes their keys (`VllmConfig._resolve_mm_video_decode_device`)."""
-SLOW = (
-    "check on both instances: UCX_TLS must allow cuda_ipc and cuda_copy (unset, or all); "
-    "UCX_CUDA_IPC_ENABLE_GET_ZCOPY=on, without NVLink; UCX_NET_DEVICES; kv_buffer_device must be "
-    "the GPU. In containers, CUDA IPC needs one PID and one IPC namespace, and each must see both "
-    "GPUs; otherwise use GPUDirect RDMA. To see what UCX chose, start decode (prefill for "
-    "nixl-push) with UCX_LOG_LEVEL=info UCX_PROTO_INFO=y: its log names the transport of `remote "
-    "memory read` (`write`); `software emulation` is the slow one. See docs/guides/kv-transfers.md"
-)
 NO_CHAT = (
     "the model has no chat route, which encode requests need. Models for transcription (Whisper) "
     "or embeddings have none: vLLM cannot run their encoders apart. Serve the model without "
@@ -322,7 +313,7 @@ STORE: Sequence[Check[StoreFacts]] = (
     Check(FAIL, "store", lambda store: store.entry == "found"
         and "the proxy cannot read the entry that an encode instance just wrote",
         "run engines and proxy as one user, or share a group: "
-        "?dir_mode=2770&file_mode=0660 in every store URL"),
+        "?dir_mode=2770 in every store URL"),
     Check(FAIL, "store", lambda store: store.entry == "missing"
         and "does not have the entry that an encode instance just wrote",
         "name the same store in --ec-store and in the engines' --ec-transfer-config, and the same "
@@ -348,14 +339,6 @@ STORE: Sequence[Check[StoreFacts]] = (
         and f"it is on the {store.mount.kind} mount at {store.mount.path}, and network file "
             "systems are not tested",
         "use redis:// for several hosts, and shm:// or a local directory for one"),
-)
-
-PAIR: Sequence[Check[PairFacts]] = (
-    Check(WARN, "", lambda pair: pair.failure
-        and f"the trial of KV transfers failed: {pair.failure}",
-        "repeat it; if it fails again, see the logs of both instances"),
-    Check(OK, "", lambda pair: not pair.is_slow and pair.seen),
-    Check(WARN, "", lambda pair: pair.is_slow and pair.seen, SLOW),
 )
 # fmt: on
 

@@ -20,8 +20,8 @@ def add_parser(commands: Commands) -> None:
         description="Examine every instance, the store and this machine as the proxy would use "
         "them, and report what to change. Each stage gets a small request for one token, to verify "
         "its work; a new picture is written to the store. To measure KV transfers, each pair of "
-        "prefill and decode instances gets a prompt of up to 1 GB of KV blocks, at most three "
-        "times. The exit code is 1 if requests would fail or be slow.",
+        "prefill and decode instances gets a prompt of up to 1 GB of KV blocks. The exit code "
+        "is 1 if requests would fail or be slow.",
         epilog="example: epd doctor --config epd.yaml",
         usage="epd doctor [--no-requests] [--format text|json] [FLAG of epd serve ...]",
     )

@@ -3,11 +3,11 @@
 import asyncio
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from http import HTTPStatus
 from typing import Any
 
+from epd.config import ProxyConfig
 from epd.errors import ProxyError
 from epd.http.connection import Broken, Unreachable
 from epd.http.http1 import request_head, target_of
@@ -20,73 +20,79 @@ from epd.tools.doctor.facts import InstanceFacts, ModelFacts, Trial, read_prepar
 from epd.upstream import Answer, Upstream, underlying_error
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class InstanceReader:
-    """Reader of what instances report.
+async def read_instance(
+    instance: Instance, pool: Pool, config: ProxyConfig, idle_s: float
+) -> InstanceFacts:
+    """Return the facts about an instance. This takes a little longer than `idle_s`.
 
-    Attributes:
+    Args:
+        instance: instance to read.
+        pool: connections of the proxy.
+        config: configuration of the proxy.
         idle_s: time for which an instance must keep an idle connection.
     """
+    headers, timeout_s = headers_of(config), config.health_timeout_s
 
-    _pool: Pool
-    _headers: Mapping[str, str]
-    _timeout_s: float
-    idle_s: float
-
-    async def read_instance(self, instance: Instance) -> InstanceFacts:
-        """Return the facts about an instance. This takes a little longer than `idle_s`."""
-        try:
-            health = await self._get(instance, "/health")
-            if not health.ok:
-                seen = f"GET /health: {health.status}"
-                return InstanceFacts(instance, seen, status=health.status)
-            version, models, metrics, keeps_alive = await asyncio.gather(
-                self._get(instance, "/version"),
-                self._get(instance, "/v1/models"),
-                self._get(instance, "/metrics"),
-                self._keeps_alive(instance),
-            )
-        except ProxyError as error:
-            refuses = isinstance(underlying_error(error), ConnectionRefusedError)
-            seen = f"{error} ({error.__cause__ or type(error).__name__})"
-            return InstanceFacts(instance, seen, refuses=refuses)
-        if models.status in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}:
-            return InstanceFacts(instance, "requires an API key: set OPENAI_API_KEY")
-        if not models.ok and not version.ok:
-            seen = f"GET /version: {version.status}, GET /v1/models: {models.status}"
-            return InstanceFacts(instance, seen, status=models.status)
-        return InstanceFacts(
-            instance,
-            version=_text(_json(version).get("version")),
-            models=_models(_json(models)),
-            skew_s=_skew_s(health),
-            keeps_alive=keeps_alive,
-            namespaces=read_namespaces(metrics.body) - {""} if metrics.ok else frozenset(),
-            preparation=read_preparation(metrics.body) if metrics.ok else None,
+    async def get(path: str) -> Answer:
+        return await Upstream(pool).fetch(
+            instance.url + path, stage="proxy", headers=headers, timeout_s=timeout_s
         )
 
-    async def _get(self, instance: Instance, path: str) -> Answer:
-        return await Upstream(self._pool).fetch(
-            instance.url + path, stage="proxy", headers=self._headers, timeout_s=self._timeout_s
+    try:
+        health = await get("/health")
+        if not health.ok:
+            seen = f"GET /health: {health.status}"
+            return InstanceFacts(instance, seen, status=health.status)
+        version, models, metrics, keeps_alive = await asyncio.gather(
+            get("/version"),
+            get("/v1/models"),
+            get("/metrics"),
+            _keeps_alive(instance, pool, headers, timeout_s, idle_s),
         )
+    except ProxyError as error:
+        refuses = isinstance(underlying_error(error), ConnectionRefusedError)
+        seen = f"{error} ({error.__cause__ or type(error).__name__})"
+        return InstanceFacts(instance, seen, refuses=refuses)
+    if models.status in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}:
+        return InstanceFacts(instance, "requires an API key: set OPENAI_API_KEY")
+    if not models.ok and not version.ok:
+        seen = f"GET /version: {version.status}, GET /v1/models: {models.status}"
+        return InstanceFacts(instance, seen, status=models.status)
+    return InstanceFacts(
+        instance,
+        version=_text(_json(version).get("version")),
+        models=_models(_json(models)),
+        skew_s=_skew_s(health),
+        keeps_alive=keeps_alive,
+        namespaces=read_namespaces(metrics.body) - {""} if metrics.ok else frozenset(),
+        preparation=read_preparation(metrics.body) if metrics.ok else None,
+    )
 
-    async def _keeps_alive(self, instance: Instance) -> bool | None:
-        """Return whether a connection is open after `idle_s` of idleness; None: not known."""
-        target = target_of(instance.url + "/health")
-        until_s = asyncio.get_running_loop().time() + self._timeout_s
+
+async def _keeps_alive(
+    instance: Instance, pool: Pool, headers: Mapping[str, str], timeout_s: float, idle_s: float
+) -> bool | None:
+    """Return whether a connection is open after `idle_s` of idleness; None: not known."""
+    target = target_of(instance.url + "/health")
+    until_s = asyncio.get_running_loop().time() + timeout_s
+    try:
+        connection = await pool.connect(target.origin)
         try:
-            connection = await self._pool.connect(target.origin)
-            try:
-                head = request_head(target, self._headers, None)
-                await connection.send_request(head, (), until_s)
-                while await connection.chunk(until_s):
-                    pass
-                await asyncio.sleep(self.idle_s)
-                return connection.is_usable
-            finally:
-                connection.abort()
-        except (Unreachable, Broken, TimeoutError):
-            return None
+            await connection.send_request(request_head(target, headers, None), (), until_s)
+            while await connection.chunk(until_s):
+                pass
+            await asyncio.sleep(idle_s)
+            return connection.is_usable
+        finally:
+            connection.abort()
+    except (Unreachable, Broken, TimeoutError):
+        return None
+
+
+def headers_of(config: ProxyConfig) -> dict[str, str]:
+    """Return the headers that the proxy sends to instances for a client without a key."""
+    key = config.openai_api_key
+    return {} if key is None else {"Authorization": f"Bearer {key.get_secret_value()}"}
 
 
 def _json(answer: Answer) -> Mapping[str, Any]:

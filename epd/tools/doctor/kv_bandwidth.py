@@ -8,7 +8,6 @@ one trial. It has a figure only if decode got no tokens of other requests. No I/
 """
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 from urllib.parse import urlsplit
@@ -16,6 +15,7 @@ from urllib.parse import urlsplit
 from epd.edge.access import is_loopback
 from epd.routing.instances import Instance
 from epd.routing.reports import KV_BYTES, KV_SECONDS
+from epd.tools.doctor.findings import OK, WARN, Finding
 
 EXTERNAL_TOKENS = "vllm:external_prefix_cache_hits_total"
 """Counter of the prompt tokens that an engine got from another one."""
@@ -33,6 +33,15 @@ MAX_BYTES = 1e9
 
 RESOLUTION_S = 1e-6
 """Resolution of NIXL's durations."""
+
+SLOW = (
+    "check on both instances: UCX_TLS must allow cuda_ipc and cuda_copy (unset, or all); "
+    "UCX_CUDA_IPC_ENABLE_GET_ZCOPY=on, without NVLink; UCX_NET_DEVICES; kv_buffer_device must be "
+    "the GPU. In containers, CUDA IPC needs one PID and one IPC namespace, and each must see both "
+    "GPUs; otherwise use GPUDirect RDMA. To see what UCX chose, start decode (prefill for "
+    "nixl-push) with UCX_LOG_LEVEL=info UCX_PROTO_INFO=y: its log names the transport of `remote "
+    "memory read` (`write`); `software emulation` is the slow one. See docs/guides/kv-transfers.md"
+)
 
 MEGA, GIGA = 1e6, 1e9
 
@@ -78,13 +87,10 @@ class Window(NamedTuple):
 
     Attributes:
         tokens: prompt tokens of the trial.
-        prefill_s, decode_s: durations of the trial's requests in seconds.
     """
 
     transfers: Transfers
     tokens: int
-    prefill_s: float
-    decode_s: float
 
     @property
     def is_alone(self) -> bool:
@@ -103,7 +109,7 @@ class PairFacts:
 
     Attributes:
         small: a trial with few tokens, after a first one that opened the connections.
-        large: trials with as many tokens as fit, repeated until one is alone.
+        large: a trial with as many tokens as fit.
         in_host_memory: whether the KV blocks are known to be in the host's memory.
         problem: why there are no trials; empty if there are.
     """
@@ -111,69 +117,50 @@ class PairFacts:
     prefill: Instance
     decode: Instance
     small: Window | None = None
-    large: Sequence[Window] = ()
+    large: Window | None = None
     in_host_memory: bool = False
     problem: str = ""
 
-    @property
-    def name(self) -> str:
-        """Both instances, as findings show them."""
-        return f"KV {self.prefill.url} -> {self.decode.url}"
 
-    @property
-    def failure(self) -> str:
-        """Why there is no trial; empty: there is one."""
-        return "" if self.large else self.problem or "the instances counted no transfer of it"
+def judge_pair(pair: PairFacts) -> Finding:
+    """Return the bandwidth and the delay of a pair, and what to check if it is certainly slow."""
+    subject = f"KV {pair.prefill.url} -> {pair.decode.url}"
+    small, large = pair.small, pair.large
+    if small is None or large is None:
+        problem = pair.problem or "the instances counted no transfer of it"
+        seen = f"the trial of KV transfers failed: {problem}"
+        advice = "repeat it; if it fails again, see the logs of both instances"
+        return Finding(WARN, subject, seen, advice)
+    reason = _undecided(pair, small, large)
+    note = f" (no verdict: {reason})" if reason else ""
+    if not large.is_alone:
+        seen = f"transfers of other requests took place at the same time{note}"
+        return Finding(OK, subject, seen)
+    size, mean_s = large.transfers.bytes, large.mean_s
+    seen = (
+        f"{_figure(size / mean_s / GIGA)} GB/s ({_figure(size / MEGA)} MB in "
+        f"{_figure(1000 * mean_s)} ms), delay {_figure(1000 * small.mean_s)} ms{note}"
+    )
+    if reason or size / mean_s >= SLOW_BYTES_PER_S:
+        return Finding(OK, subject, seen)
+    return Finding(WARN, subject, seen, SLOW)
 
-    @property
-    def seen(self) -> str:
-        """Bandwidth, delay and cost of the last trial; empty without one."""
-        if self.small is None or not self.large:
-            return ""
-        found = self.large[-1]
-        reason = self._undecided(found, self.small)
-        prefill_s = sum(trial.prefill_s for trial in self.large)
-        decode_s = sum(trial.decode_s for trial in self.large)
-        notes = (
-            f"{f'no verdict: {reason}; ' if reason else ''}{len(self.large)} x {found.tokens} "
-            f"tokens took {prefill_s:.1f} s of prefill and {decode_s:.1f} s of decode"
-        )
-        if not found.is_alone:
-            return f"transfers of other requests took place at the same time ({notes})"
-        size = found.transfers.bytes
-        return (
-            f"{_figure(size / found.mean_s / GIGA)} GB/s ({_figure(size / MEGA)} MB in "
-            f"{_figure(1000 * found.mean_s)} ms), delay {_figure(1000 * self.small.mean_s)} ms "
-            f"({notes})"
-        )
 
-    @property
-    def is_slow(self) -> bool:
-        """Whether the bandwidth is certainly below `SLOW_BYTES_PER_S`, on one host."""
-        if self.small is None or not self.large:
-            return False
-        found = self.large[-1]
-        slow = found.transfers.bytes / found.mean_s < SLOW_BYTES_PER_S
-        return slow and not self._undecided(found, self.small)
-
-    def _undecided(self, found: Window, small: Window) -> str:
-        """Return why the bandwidth is not judged; empty if it is."""
-        slow_s = found.transfers.bytes / SLOW_BYTES_PER_S
-        if not found.is_alone:
-            return "repeat it with less traffic, or see epd_kv_transfer_bytes_per_second"
-        if self.in_host_memory:
-            return "the KV blocks are in the host's memory"
-        if not self._on_one_host():
-            return "the URLs have different hosts; on one host, less than 5 GB/s would be slow"
-        if found.transfers.bytes < MIN_BYTES:
-            return f"less than {MIN_BYTES / MEGA:.0f} MB of KV blocks fit"
-        if found.mean_s - small.mean_s <= slow_s < found.mean_s:
-            return "the delay is most of the duration"
-        return ""
-
-    def _on_one_host(self) -> bool:
-        hosts = [urlsplit(instance.url).hostname or "" for instance in (self.prefill, self.decode)]
-        return hosts[0] == hosts[1] or all(map(is_loopback, hosts))
+def _undecided(pair: PairFacts, small: Window, large: Window) -> str:
+    """Return why the bandwidth is not judged; empty if it is."""
+    slow_s = large.transfers.bytes / SLOW_BYTES_PER_S
+    hosts = [urlsplit(instance.url).hostname or "" for instance in (pair.prefill, pair.decode)]
+    if not large.is_alone:
+        return "repeat it with less traffic, or see epd_kv_transfer_bytes_per_second"
+    if pair.in_host_memory:
+        return "the KV blocks are in the host's memory"
+    if hosts[0] != hosts[1] and not all(map(is_loopback, hosts)):
+        return "the URLs have different hosts; on one host, less than 5 GB/s would be slow"
+    if large.transfers.bytes < MIN_BYTES:
+        return f"less than {MIN_BYTES / MEGA:.0f} MB of KV blocks fit"
+    if large.mean_s - small.mean_s <= slow_s < large.mean_s:
+        return "the delay is most of the duration"
+    return ""
 
 
 def _figure(value: float) -> str:

@@ -12,11 +12,11 @@ import random
 import secrets
 import time
 import wave
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from PIL import Image
 
@@ -26,12 +26,16 @@ from epd.api.completions import Completions
 from epd.api.items import Body
 from epd.config import ProxyConfig
 from epd.conversations.turn import ReplyCapture
-from epd.errors import UpstreamRejected
+from epd.errors import ProxyError, UpstreamRejected
 from epd.request.kv_peers import PeerRegistry
 from epd.request.request import Request
 from epd.request.stages import Stages
-from epd.routing.instances import Instance, Role
-from epd.routing.table import Reservation
+from epd.routing.instances import CONSUMERS, Instance, Role
+from epd.routing.table import InstanceTable, Reservation
+from epd.tools.doctor import facts
+from epd.tools.doctor.facts import InstanceFacts, Trial
+from epd.tools.doctor.host import has_no_device
+from epd.tools.doctor.instances import headers_of
 from epd.tools.doctor.kv_bandwidth import (
     MAX_BYTES,
     PairFacts,
@@ -40,10 +44,11 @@ from epd.tools.doctor.kv_bandwidth import (
     read_transfers,
 )
 from epd.transfer import Params, with_params
-from epd.transfer.ec import ECTransfer
 from epd.transfer.encoded import EncodedItem, OutputFacts, Prompt, consumer_body
-from epd.transfer.kv import Handover, KVTransfer
+from epd.transfer.kv import Handover
 from epd.transfer.nixl import kept_params
+from epd.transfer.registry import EC_TRANSFERS, KV_TRANSFERS
+from epd.upstream import KEEP_ALIVE_S, Upstream
 
 SIDE = 64
 """Width and height of the picture in pixels, above the minimum of models' processors."""
@@ -58,9 +63,6 @@ TOKENS = 128
 
 WORDS = "One and two are three. " * TOKENS
 
-
-REPEATS = 3
-"""Maximum number of large trials of KV transfers, if other transfers take place."""
 
 COUNTED_EVERY_S = 0.1
 """Interval of the readings of metrics after a transfer."""
@@ -85,8 +87,31 @@ def new_sound() -> Mapping[str, Any]:
     return {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TrialOutput:
+First = TypeVar("First")
+Second = TypeVar("Second")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waits:
+    """Times in seconds that the examination waits.
+
+    Attributes:
+        idle_s: time for which an instance must keep an idle connection: a little longer than the
+            proxy does.
+        read_s: deadline for the prefill of a conversation's second turn: a handshake and some
+            blocks. An instance that waits for blocks in vain never answers.
+        counted_s: deadline for a KV transfer in the metrics of its instance. vLLM counts it with a
+            later step of its scheduler.
+        arrives_s: deadline for a new entry in the store: encode instances write in the background.
+    """
+
+    idle_s: float = KEEP_ALIVE_S + 0.5
+    read_s: float = 10.0
+    counted_s: float = 3.0
+    arrives_s: float = 5.0
+
+
+class TrialOutput(NamedTuple):
     """Output of an encode instance for the picture or sound of a trial.
 
     Attributes:
@@ -100,98 +125,172 @@ class TrialOutput:
     params: Params
     consumer: Reservation | None
 
-    def by_key(self) -> Body:
-        """Return the request with the output's key in place of the media."""
-        [item] = CHAT.items(self.body)
-        encoded_item = EncodedItem(item, self.encoded, "encoded")
-        return consumer_body(self.body, [encoded_item], self.params, raw=False).body
-
 
 class TrialFailed(Exception):
     """Error of an answer that lacks what the next stage needs."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Trials:
-    """Trial requests of single stages, and of conversations, sent as the proxy sends them.
+    """Trial requests to the instances that can be used, sent as the proxy sends them.
 
-    The methods raise `ProxyError`, with the stage of the instance that failed, or `TrialFailed`.
+    Attributes:
+        output: first output of an encode instance.
+        pairs: measured pairs of prefill and decode.
     """
 
-    _stages: Stages
-    _encoded: ECTransfer
-    _transfer: KVTransfer
-    _peers: PeerRegistry
-    _headers: Mapping[str, str]
-    _config: ProxyConfig
-    _read_s: float
-    _counted_s: float
+    def __init__(
+        self,
+        config: ProxyConfig,
+        upstream: Upstream,
+        instances: Sequence[InstanceFacts],
+        model: str,
+        waits: Waits,
+    ) -> None:
+        self._config, self._instances, self._model, self._waits = config, instances, model, waits
+        self._stages = Stages(upstream)
+        self._headers = headers_of(config)
+        self._ec = EC_TRANSFERS[config.ec_transfer]
+        self._kv = KV_TRANSFERS[config.kv_transfer]()
+        self._peers = PeerRegistry(InstanceTable(), self._kv, upstream, config)
+        self.output: TrialOutput | None = None
+        self.pairs: list[PairFacts] = []
 
-    @property
-    def reads_back(self) -> bool:
-        """Whether prefill can read decode's blocks with this transfer."""
-        return self._transfer.bidirectional
+    async def run(self) -> None:
+        """Try each stage, and record in the facts of each instance whether it succeeds."""
+        if self._ec.pushed:
+            await self._try_pushes()
+        elif self._config.encodes or self._config.ec_store:
+            await self._try_encode()
+        for prefill, decode in _pairs(self._of_roles(Role.PREFILL), self._of_roles(Role.DECODE)):
+            await self._try_handover(prefill, decode)
 
-    @property
-    def prefills_alone(self) -> bool:
-        """Whether a request may go to a prefill instance without a decode instance."""
-        return Role.DECODE not in self._transfer.addressed
+    def _of_roles(self, *roles: Role) -> Sequence[InstanceFacts]:
+        return [engine for engine in self._instances if engine.instance.role in roles]
 
-    async def encode(
-        self, instance: Instance, model: str, consumer: Reservation | None = None
-    ) -> TrialOutput:
-        """Send a picture to an encode instance; if the model rejects pictures, a sound.
+    async def _try_encode(self) -> None:
+        """Let each encode instance encode, and each consumer find the first output.
+
+        Without encode instances, the consumers encode.
+        """
+        for encoder in self._of_roles(Role.ENCODE) or self._of_roles(*CONSUMERS):
+            output = await self._encode(encoder)
+            if output is not None and not output.encoded.metadata:
+                encoder.add_trial(facts.RAW, Trial())
+        if self.output is not None and self.output.encoded.metadata:
+            # An engine that sends blocks to an address crashes on a request without one.
+            alone = () if Role.DECODE in self._kv.addressed else (Role.PREFILL,)
+            for consumer in self._of_roles(*alone, Role.PREFILL_DECODE):
+                await _record(consumer, facts.CONSUME, self._consume(consumer, self.output))
+
+    async def _try_pushes(self) -> None:
+        """Try pushes so that each encode instance and each rank of a consumer takes part."""
+        consumers = {
+            engine.instance: engine for engine in self._of_roles(Role.PREFILL, Role.PREFILL_DECODE)
+        }
+        table = InstanceTable(consumers)
+        ranks = [
+            table.reserve_place(instance) for instance in consumers for _ in range(instance.dp_size)
+        ]
+        for encoder, rank in _pairs(self._of_roles(Role.ENCODE), ranks):
+            output = await self._encode(encoder, rank)
+            if output is not None and output.encoded.metadata:
+                consumer = consumers[rank.instance]
+                await _record(consumer, facts.CONSUME, self._consume(consumer, output))
+
+    async def _encode(
+        self, encoder: InstanceFacts, consumer: Reservation | None = None
+    ) -> TrialOutput | None:
+        """Let an encode instance encode a picture; if the model rejects pictures, a sound.
 
         With a transfer that pushes, the output goes to `consumer`.
         """
+        output = await _record(encoder, facts.ENCODE, self._encode_media(encoder, consumer))
+        if output is not None and output.encoded.namespace is not None:
+            encoder.namespaces |= {output.encoded.namespace}
+        self.output = self.output or output
+        return output
+
+    async def _encode_media(
+        self, encoder: InstanceFacts, consumer: Reservation | None
+    ) -> TrialOutput:
         try:
-            return await self._encode(instance, _asking(model, picture()), consumer)
+            return await self._encode_part(encoder.instance, picture(), consumer)
         except UpstreamRejected:
             with suppress(UpstreamRejected):
-                return await self._encode(instance, _asking(model, new_sound()), consumer)
+                return await self._encode_part(encoder.instance, new_sound(), consumer)
             raise
 
-    async def _encode(
-        self, instance: Instance, body: Body, consumer: Reservation | None
+    async def _encode_part(
+        self, instance: Instance, part: Mapping[str, Any], consumer: Reservation | None
     ) -> TrialOutput:
+        body = _asking(self._model, part)
         item = next(CHAT.items(body))
-        asked = self._encoded.encode_params(consumer, 1)
+        asked = self._ec.encode_params(consumer, 1)
         request, timeout_s = self._request(), self._config.encode_timeout_s
         replied = await self._stages.encode(instance, body, item, asked, request, timeout_s)
-        encoded = self._encoded.encoded(replied, asked)
+        encoded = self._ec.encoded(replied, asked)
         if not encoded.params:
             raise TrialFailed("encodes, but reports no ec_transfer_params")
-        if (lacking := self._encoded.missing_field(replied)) is not None:
+        if (lacking := self._ec.missing_field(replied)) is not None:
             raise TrialFailed(f"encodes, but its ec_transfer_params have no {lacking}")
-        return TrialOutput(body, encoded, self._encoded.consumer_params([encoded]), consumer)
+        return TrialOutput(body, encoded, self._ec.consumer_params([encoded]), consumer)
 
-    async def consume(self, instance: Instance, output: TrialOutput) -> None:
+    async def _consume(self, consumer: InstanceFacts, output: TrialOutput) -> None:
         """Send a request with the key of an encoder output in place of the media."""
+        [item] = CHAT.items(output.body)
+        encoded = EncodedItem(item, output.encoded, "encoded")
+        body = consumer_body(output.body, [encoded], output.params, raw=False).body
         rank = None if output.consumer is None else output.consumer.rank
-        await self._answered(instance, output.by_key(), rank=rank)
+        await self._keeps_blocks(consumer.instance, body, rank=rank)
 
-    async def transfer(self, prefill: Instance, decode: Instance, model: str) -> bool:
+    async def _try_handover(self, prefill: InstanceFacts, decode: InstanceFacts) -> None:
+        """Let a prefill instance hand over to a decode instance, and decode continue."""
+        pair = prefill.instance, decode.instance
+        try:
+            keeps = await self._transfer(*pair)
+        except ProxyError as error:
+            if error.stage == "decode":
+                prefill.add_trial(facts.PREFILL, Trial())
+                decode.add_trial(facts.DECODE, Trial(str(error)))
+            else:
+                prefill.add_trial(facts.PREFILL, Trial(str(error)))
+            return
+        prefill.add_trial(facts.PREFILL, Trial())
+        decode.add_trial(facts.DECODE, Trial())
+        max_tokens = min(engine.max_model_len(self._model) for engine in (prefill, decode))
+        try:
+            measured = await self._kv_bandwidth(*pair, max_tokens)
+        except ProxyError as error:
+            measured = PairFacts(*pair, problem=str(error))
+        if measured is not None:
+            self.pairs.append(replace(measured, in_host_memory=has_no_device(*pair)))
+        if keeps and self._kv.bidirectional:
+            await _record(prefill, facts.READ, self._read_back(*pair))
+        elif self._kv.bidirectional:
+            decode.add_trial(facts.FORGET, Trial())
+
+    async def _transfer(self, prefill: Instance, decode: Instance) -> bool:
         """Prefill a request at one instance and decode it at another.
 
         Return whether decode keeps its blocks for the next turn of a conversation.
         """
-        body = _asking(model, {"type": "text", "text": "Hello."})
+        body = _asking(self._model, {"type": "text", "text": "Hello."})
         request = self._request()
-        handover = Handover(request.id, prefill, 0 if prefill.dp_size > 1 else None, decode)
+        handover = _handover(request, prefill, decode)
         handover.peer = await self._peers.params_for(handover)
-        if not self._transfer.decode_concurrent(handover):
-            await self._stages.prefill(self._transfer, handover, Prompt(body), request)
-            return await self._answered(decode, with_params(body, handover.params), handover)
-        sent = with_params(body, self._transfer.decode_params(handover, {}))
-        decoding = asyncio.create_task(self._answered(decode, sent, handover))
+        if not self._kv.decode_concurrent(handover):
+            await self._stages.prefill(self._kv, handover, Prompt(body), request)
+            return await self._keeps_blocks(decode, with_params(body, handover.params), handover)
+        sent = with_params(body, self._kv.decode_params(handover, {}))
+        decoding = asyncio.create_task(self._keeps_blocks(decode, sent, handover))
         try:  # each waits for the other
-            await self._stages.prefill(self._transfer, handover, Prompt(body), request)
+            await self._stages.prefill(self._kv, handover, Prompt(body), request)
             return await decoding
         finally:
             decoding.cancel()
             await asyncio.gather(decoding, return_exceptions=True)
 
-    async def _answered(
+    async def _keeps_blocks(
         self,
         instance: Instance,
         body: Body,
@@ -215,73 +314,75 @@ class Trials:
         with reply:
             return await reply.read(idle_s=ANSWERS_S)
 
-    async def read_back(self, prefill: Instance, decode: Instance, model: str) -> None:
+    async def _read_back(self, prefill: Instance, decode: Instance) -> None:
         """Send a prompt, then a longer one with the blocks that decode keeps of the first.
 
         Prompts are token ids, because the blocks must match the tokens exactly. Each prompt has
         its own salt: otherwise prefill would find the first one in its prefix cache and read
         nothing.
         """
-        tokens = await self._tokens(prefill, model)
-        handover = Handover("", prefill, 0 if prefill.dp_size > 1 else None, decode)
-        first = await self._turn(handover, decode, _asking_tokens(model, tokens), None)
-        handover.earlier = kept_params(first.params or {}, decode.url)
-        if handover.earlier is None:
+        tokens = await self._tokens(prefill)
+        request = self._request(of_tokens=True)
+        handover = _handover(request, prefill, decode)
+        first = ReplyCapture(cut_tokens=False)
+        first.capture_fields(await self._turn(handover, decode, request, tokens))
+        earlier = kept_params(first.params or {}, decode.url)
+        if earlier is None:
             raise TrialFailed("decode named no blocks of a prompt of tokens")
-        second = [*tokens, *first.answer, *tokens[-1:]]
+        request = self._request(of_tokens=True)
+        handover = _handover(request, prefill, decode)
+        handover.earlier = earlier
         try:
-            await self._turn(handover, decode, _asking_tokens(model, second), self._read_s)
+            async with asyncio.timeout(self._waits.read_s):
+                await self._turn(handover, decode, request, [*tokens, *first.answer, *tokens[-1:]])
         except TimeoutError:
-            raise TrialFailed(f"no answer in {self._read_s:g} s") from None
+            raise TrialFailed(f"no answer in {self._waits.read_s:g} s") from None
 
-    async def _tokens(self, prefill: Instance, model: str) -> Sequence[int]:
-        asked, request = {"model": model, "prompt": WORDS}, self._request(of_tokens=True)
+    async def _turn(
+        self, handover: Handover, decode: Instance, request: Request, tokens: Sequence[int]
+    ) -> bytes:
+        """Prefill and decode a prompt of tokens, and return decode's answer."""
+        body = _asking_tokens(self._model, tokens)
+        await self._stages.prefill(self._kv, handover, Prompt(body), request)
+        return await self._decode(decode, with_params(body, handover.params), request)
+
+    async def _tokens(self, prefill: Instance) -> Sequence[int]:
+        asked, request = {"model": self._model, "prompt": WORDS}, self._request(of_tokens=True)
         return (await self._stages.prompt_tokens(prefill, asked, request))[:TOKENS]
 
-    async def kv_bandwidth(
-        self, prefill: Instance, decode: Instance, model: str, max_tokens: int
+    async def _kv_bandwidth(
+        self, prefill: Instance, decode: Instance, max_tokens: int
     ) -> PairFacts | None:
-        """Move the KV blocks of long prompts from prefill to decode, and return what vLLM counted.
+        """Move the KV blocks of a long prompt from prefill to decode, and return what vLLM counted.
 
-        Prompts have as many tokens as fit into `max_tokens` and `MAX_BYTES` of blocks. If other
-        transfers take place, they are repeated. None: the instances count no transfers.
+        The prompt has as many tokens as fit into `max_tokens` and `MAX_BYTES` of blocks; a short
+        one before it shows how many. None: the instances count no transfers.
         """
         if await self._transfers(prefill, decode) is None:
             return None
-        handover = Handover("", prefill, 0 if prefill.dp_size > 1 else None, decode)
-        tokens = await self._tokens(prefill, model)
-        small = await self._window(handover, decode, model, tokens)
+        tokens = await self._tokens(prefill)
+        small = await self._window(prefill, decode, tokens)
         if small is None:
             return PairFacts(prefill, decode)
-        _, size, _, all_tokens = small.transfers
-        fitting = math.ceil(MAX_BYTES * all_tokens / max(1.0, size))
+        fitting = math.ceil(MAX_BYTES * small.transfers.tokens / max(1.0, small.transfers.bytes))
         many = [*islice(cycle(tokens), max(len(tokens), min(fitting, max_tokens - 1)))]
-        large: list[Window] = []
-        while len(large) < REPEATS and not (large and large[-1].is_alone):
-            window = await self._window(handover, decode, model, many)
-            if window is None:
-                break
-            large.append(window)
-        return PairFacts(prefill, decode, small, large)
+        return PairFacts(prefill, decode, small, await self._window(prefill, decode, many))
 
     async def _window(
-        self, handover: Handover, decode: Instance, model: str, tokens: Sequence[int]
+        self, prefill: Instance, decode: Instance, tokens: Sequence[int]
     ) -> Window | None:
-        """Return the transfers of a prompt; None: none are counted within `_counted_s` seconds."""
-        request, body = self._request(of_tokens=True), _asking_tokens(model, tokens)
-        handover = replace(handover, request_id=request.id)
-        began_s = time.monotonic()
-        await self._stages.prefill(self._transfer, handover, Prompt(body), request)
-        prefill_s = time.monotonic() - began_s
-        before = await self._transfers(handover.prefill, decode)
-        began_s = time.monotonic()
+        """Return the transfers of a prompt; None: none are counted within `counted_s` seconds."""
+        request, body = self._request(of_tokens=True), _asking_tokens(self._model, tokens)
+        handover = _handover(request, prefill, decode)
+        await self._stages.prefill(self._kv, handover, Prompt(body), request)
+        before = await self._transfers(prefill, decode)
         await self._decode(decode, with_params(body, handover.params), request)
         decoded_s = time.monotonic()
-        while time.monotonic() < decoded_s + self._counted_s:
-            after = await self._transfers(handover.prefill, decode)
+        while time.monotonic() < decoded_s + self._waits.counted_s:
+            after = await self._transfers(prefill, decode)
             found = None if before is None or after is None else after.since(before)
             if found is not None and found.number > 0 and found.tokens > 0:
-                return Window(found, len(tokens), prefill_s, decoded_s - began_s)
+                return Window(found, len(tokens))
             await asyncio.sleep(COUNTED_EVERY_S)
         return None
 
@@ -289,27 +390,31 @@ class Trials:
         pages = [await self._stages.metrics(instance.url) for instance in (decode, prefill)]
         return read_transfers(*pages)
 
-    async def _turn(
-        self, handover: Handover, decode: Instance, body: Body, prefill_s: float | None
-    ) -> ReplyCapture:
-        """Return what decode reports about its blocks and their tokens at the end of a turn.
-
-        Raises:
-            TimeoutError: prefill took longer than `prefill_s` seconds; None: no limit.
-        """
-        request = self._request(of_tokens=True)
-        handover = replace(handover, request_id=request.id)
-        async with asyncio.timeout(prefill_s):
-            await self._stages.prefill(self._transfer, handover, Prompt(body), request)
-        content = await self._decode(decode, with_params(body, handover.params), request)
-        fields = ReplyCapture(cut_tokens=False)
-        fields.capture_fields(content)
-        return fields
-
     def _request(self, *, of_tokens: bool = False) -> Request:
         request_id = f"doctor-{secrets.token_hex(8)}"
         endpoint = Completions() if of_tokens else CHAT
         return Request(request_id, self._headers, self._config, endpoint)
+
+
+async def _record(engine: InstanceFacts, stage: str, request: Awaitable[First]) -> First | None:
+    """Record whether a request succeeds, and return its result."""
+    try:
+        result = await request
+    except (ProxyError, TrialFailed) as error:
+        engine.add_trial(stage, Trial(str(error), getattr(error, "status", None)))
+        return None
+    engine.add_trial(stage, Trial())
+    return result
+
+
+def _pairs(firsts: Sequence[First], seconds: Sequence[Second]) -> Iterable[tuple[First, Second]]:
+    """Return pairs in which each one of both takes part; none if one of both is empty."""
+    pairs = zip(cycle(firsts), cycle(seconds), strict=False)
+    return islice(pairs, max(len(firsts), len(seconds)))
+
+
+def _handover(request: Request, prefill: Instance, decode: Instance) -> Handover:
+    return Handover(request.id, prefill, 0 if prefill.dp_size > 1 else None, decode)
 
 
 def _asking(model: str, part: Mapping[str, Any]) -> Body:

@@ -24,7 +24,6 @@ from ec_store.keys import EntryKey
 from ec_store.opening import open_store
 from epd.parser import Commands, Parser, unknown_message
 from epd.tools.up import host_memory
-from epd.tools.up.engine import VLLM
 from epd.tools.up.model_config import (
     config_path,
     read_config,
@@ -35,15 +34,10 @@ from epd.tools.up.model_sizes import ModelSizes, checkpoint_tensors, model_sizes
 from epd.tools.up.plan import FleetPlan, plan_fleet
 from epd.tools.up.platforms import CUDA
 from epd.tools.up.ports import check_free
-from epd.tools.up.process import (
-    FRONT_STOP_TIMEOUT_S,
-    STOP_TIMEOUT_S,
-    STORE_STOP_TIMEOUT_S,
-    ProcessDied,
-)
-from epd.tools.up.settings import PREFIX, FleetSettings
+from epd.tools.up.process import STOP_TIMEOUT_S, ProcessDied
+from epd.tools.up.settings import PREFIX, VLLM, FleetSettings
 from epd.tools.up.signals import leave_contexts_on_signals
-from epd.tools.up.stack import Fleet
+from epd.tools.up.stack import FRONT_STOP_TIMEOUT_S, STORE_STOP_TIMEOUT_S, Fleet
 from epd.tools.up.vllm_flags import flag_value, overrides_config
 
 DESCRIPTION = """\
@@ -97,7 +91,7 @@ def add_parser(commands: Commands) -> None:
             parser.add_argument(
                 _flag(name),
                 default=SUPPRESS,
-                metavar=_metavar(name),
+                metavar=name.rpartition("_")[2].upper(),
                 help=_help(field).replace("%", "%%"),
             )
     parser.add_argument(
@@ -108,21 +102,6 @@ def add_parser(commands: Commands) -> None:
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-def _metavar(name: str) -> str:
-    endings = {"_s": "SECONDS", "port": "PORT", "path": "FOLDER", "flags": "FLAGS", "_e": "PART"}
-    endings |= {"_p": "PART", "_d": "PART", "_pd": "PART", "store": "URL", "_env": "VARIABLE"}
-    endings |= {
-        "_len": "TOKENS",
-        "_threshold": "TOKENS",
-        "_seqs": "N",
-        "host": "ADDRESS",
-        "memory": "SIZE",
-        "gpus": "DEVICES",
-    }
-    found = (metavar for ending, metavar in endings.items() if name.endswith(ending))
-    return next(found, name.rpartition("_")[2].upper())
 
 
 def _help(field: FieldInfo) -> str:
@@ -145,7 +124,6 @@ def _run(parser: Parser, *, dry_run: bool, **flags: Any) -> None:
             settings,
             os.environ,
             store,
-            config,
             cores=len(os.sched_getaffinity(0)),
             device_bytes=_device_bytes(settings),
             sizes=_sizes(settings, path, config),
@@ -222,7 +200,7 @@ def _start(
         _check(plan)
         with nullcontext() if own_folder is None else host_memory.private_folder(own_folder):
             _serve(Fleet(plan, logs, timeout_s=settings.timeout_s), _example(settings, plan))
-    except (ProcessDied, TimeoutError, StoreError, OSError, host_memory.FolderTaken) as error:
+    except (ProcessDied, TimeoutError, StoreError, OSError) as error:
         sys.exit(f"epd up: {error}")
     except KeyboardInterrupt:
         sys.exit("epd up: stopped")

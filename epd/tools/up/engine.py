@@ -3,21 +3,15 @@
 import json
 import re
 import shlex
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from epd.routing.instances import TRANSFERS_KV, Role
 from epd.tools.up.devices import Devices
-from epd.tools.up.platforms import BINDING, CPU, UNBOUND, Platform
+from epd.tools.up.platforms import Platform
+from epd.tools.up.settings import FleetSettings
 from epd.tools.up.vllm_flags import flag_value
-
-VLLM = (sys.executable, "-m", "vllm.entrypoints.cli.main")
-"""`vllm` command of this process's Python environment."""
-
-DIVIDING = re.compile(r"-(tp|pp|dp|dcp|pcp|n)\b|--(.*parallel|nnodes|config\b)")
-"""Flags of vLLM that give an instance several ranks, or may do so."""
 
 SPAWNS = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 """Setting that `--mm-tensor-ipc torch_shm` needs (`VllmConfig.__post_init__`,
@@ -31,13 +25,6 @@ FETCHES_ONCE = {"VLLM_MEDIA_FETCH_MAX_RETRIES": "1"}
 """Setting without vLLM's three attempts at a URL, which take 5 s for a host without an address and
 110 s for a host that does not answer. The proxy retries where a retry may help."""
 
-SETTLED = "init engine (profile, create kv cache, warmup model) took"
-"""Words that vLLM logs when the KV cache and the CUDA graphs of an instance are allocated
-(`EngineCore._initialize_kv_caches`, `vllm/v1/engine/core.py`)."""
-
-SEVERAL_ENGINES = re.compile(r"-(dp|n)\b|--(data[-_]parallel|nnodes|config\b)")
-"""Flags of vLLM that give an instance several engines, each of which logs `SETTLED`."""
-
 KV_BYTES = re.compile(r"--kv[-_]cache[-_]memory[-_]bytes\b")
 """Flag of vLLM that sets the size of the KV cache, which vLLM then does not measure."""
 
@@ -49,32 +36,29 @@ class FleetServer:
     `environment` has variables in addition to the caller's. `name` is also that of the log file.
 
     Attributes:
-        settled: words of its log that appear once it allocates no more memory of its device; empty:
-            it has done so when it is ready.
-        after: servers that must have settled before it starts.
+        after: names of the servers that must be ready before it starts.
     """
 
     name: str
     url: str
     command: tuple[str, ...]
     environment: Mapping[str, str]
-    settled: str = ""
-    after: "tuple[FleetServer, ...]" = ()
+    after: tuple[str, ...] = ()
 
     def shell(self) -> str:
         """Return the command for a POSIX shell, with one line per flag.
 
-        Comments before it tell what to wait for.
+        A comment before it tells what to wait for.
         """
-        waits = "".join(f"# start it when {server.condition()}\n" for server in self.after)
+        waits = f"# start it when {self.condition()}\n" if self.after else ""
         words = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
         words += map(shlex.quote, self.command)
         lines = (f" \\\n    {word}" if word.startswith("--") else f" {word}" for word in words)
         return waits + "".join(lines).lstrip()
 
     def condition(self) -> str:
-        """Return when the next server of its devices may start."""
-        return f"{self.name} logs '{self.settled}'" if self.settled else f"{self.name} is ready"
+        """Return when it may start."""
+        return " and ".join(f"{name} is ready" for name in self.after)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,40 +66,29 @@ class Engine:
     """vLLM instance on this machine, on the loopback address.
 
     Attributes:
-        model: directory of the model, or its name on the hub.
+        settings: settings of its fleet.
         store: URL of the shared encoder store; empty: there is none.
         side_channel_port: port of NIXL's handshake, a different one in every instance with NIXL.
         devices: devices that it runs on, if the platform has devices.
-        served_name: name of the model in requests; None: `model`.
-        local_media: folder from which file:// media may be read.
         memory: share of the devices' memory that it uses; None: vLLM's default. For an encode
             instance vLLM only checks that it is free.
-        max_model_len, max_num_seqs: maximum tokens of a request and its answer, maximum concurrent
-            requests; None: the platform's defaults.
         api_servers: number of processes of its HTTP API. Each runs the media processor on one
             thread (`BaseRenderer._mm_executor`, `vllm/renderers/base.py`).
-        ec_both: whether a consumer of encoder outputs writes those that it makes to the store too.
+        kv_extra: additional settings of its KV connector.
         flags: additional flags; of a repeated flag, vLLM uses the last value.
         inherited: environment of the caller, which takes precedence over the platform's defaults.
     """
 
     role: Role
-    model: str
     port: int
+    settings: FleetSettings
     store: str
+    platform: Platform
     side_channel_port: int = 0
-    platform: Platform = CPU
     devices: Devices = ()
-    served_name: str | None = None
-    local_media: str | None = None
     memory: float | None = None
-    max_model_len: int | None = None
-    max_num_seqs: int | None = None
     api_servers: int = 1
     kv_extra: Mapping[str, Any] = field(default_factory=dict)
-    ec_both: bool = False
-    kv_events: bool = False
-    program: tuple[str, ...] = VLLM
     flags: tuple[str, ...] = ()
     inherited: Mapping[str, str] = field(default_factory=dict)
 
@@ -134,7 +107,7 @@ class Engine:
         It is a name in the machine's abstract namespace of sockets. vLLM binds a TCP port on all
         addresses only, and events contain the tokens of prompts.
         """
-        published = self.kv_events and self.role is not Role.ENCODE
+        published = self.settings.kv_events and self.role is not Role.ENCODE
         return f"ipc://@epd-kv-events-{self.port}" if published else ""
 
     @property
@@ -154,29 +127,25 @@ class Engine:
         return bool(self.devices) and not fixed
 
     def server(self) -> FleetServer:
-        # An encode instance may prepare media on its device, in the process of its API.
-        once = self.role is not Role.ENCODE and not any(map(SEVERAL_ENGINES.match, self.flags))
-        settled = SETTLED if once else ""
-        return FleetServer(self.name, self.url, self.command(), self.environment(), settled)
+        return FleetServer(self.name, self.url, self.command(), self.environment())
 
     def command(self) -> tuple[str, ...]:
         values: dict[str, Any] = {
-            "--served-model-name": self.served_name,
+            "--served-model-name": self.settings.served_name,
             "--host": "127.0.0.1",
             "--port": self.port,
-            "--allowed-local-media-path": self.local_media,
+            "--allowed-local-media-path": self.settings.allowed_local_media_path,
             "--gpu-memory-utilization": self.memory,
-            "--max-model-len": self.max_model_len or self.platform.max_model_len,
-            "--max-num-seqs": self.max_num_seqs or self.platform.max_num_seqs,
+            "--max-model-len": self.settings.max_model_len or self.platform.max_model_len,
+            "--max-num-seqs": self.settings.max_num_seqs or self.platform.max_num_seqs,
             "--api-server-count": self.api_servers if self.api_servers > 1 else None,
             "--tensor-parallel-size": len(self.devices) if len(self.devices) > 1 else None,
-            "--distributed-executor-backend": self._executor(),
             "--kv-events-config": self._events_config(),
             **self._role_values(),
         }
         given = ((flag, str(value)) for flag, value in values.items() if value is not None)
         return (
-            *(*self.program, "serve", self.model),
+            *(*self.settings.vllm_command, "serve", self.settings.model),
             "--enable-request-id-headers",
             *(["--enforce-eager"] if self.role in self.platform.eager else []),
             # An encode instance has no KV cache worth a lookup.
@@ -200,12 +169,6 @@ class Engine:
             defaults |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", **self.platform.ucx}
         return own | {name: self.inherited.get(name, value) for name, value in defaults.items()}
 
-    def _executor(self) -> str | None:
-        """Return the executor; None: vLLM's default, as for several ranks or bound cores."""
-        divided = len(self.devices) > 1 or any(DIVIDING.match(flag) for flag in self.flags)
-        bound = self.environment().get(BINDING, UNBOUND) != UNBOUND
-        return None if divided or bound else self.platform.executor
-
     def _events_config(self) -> str | None:
         if not self.events_address:
             return None
@@ -213,7 +176,7 @@ class Engine:
         return json.dumps({**config, "endpoint": self.events_address})
 
     def _role_values(self) -> dict[str, Any]:
-        consumer = "ec_both" if self.ec_both else "ec_consumer"
+        consumer = "ec_both" if self.settings.writes_back else "ec_consumer"
         match self.role:
             case Role.ENCODE:
                 tokens = {"--max-num-batched-tokens": self.platform.encode_tokens}

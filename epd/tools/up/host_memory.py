@@ -1,7 +1,5 @@
 """Encoder store of a fleet without `--ec-store`: a memory of the host, and its socket's folder."""
 
-import fcntl
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,10 +11,7 @@ from ec_store.arena.sockets import is_served, make_folder, runtime_folder
 from ec_store.arena.url import arena_options
 
 MIB = 2**20
-
-
-class FolderTaken(Exception):
-    """Error of a folder that belongs to another fleet."""
+SOCKET = "arena.sock"
 
 
 def socket_folder(port: int) -> Path:
@@ -33,7 +28,7 @@ def memory_url(folder: Path, size_bytes: int | None) -> str:
     """
     size_bytes = size_bytes or default_bytes()
     size_mib = -(-size_bytes // HUGE_PAGE_BYTES) * (HUGE_PAGE_BYTES // MIB)
-    return f"shm://{quote(str(folder / 'arena.sock'))}?max_bytes={size_mib}MiB"
+    return f"shm://{quote(str(folder / SOCKET))}?max_bytes={size_mib}MiB"
 
 
 def has_server(url: str) -> bool:
@@ -43,38 +38,17 @@ def has_server(url: str) -> bool:
 
 @contextmanager
 def private_folder(folder: Path) -> Iterator[None]:
-    """Create and lock a folder for this process, and delete it at the end of the context.
+    """Create a folder for the socket, and delete it at the end of the context.
 
-    It takes over a folder that a killed fleet has left.
+    It may be one that a killed fleet has left. It stays if another fleet uses it.
 
     Raises:
-        FolderTaken: another fleet has locked it.
         OSError: it cannot be created, or belongs to another user.
     """
-    handle = _lock_made(folder)
+    make_folder(folder.parent)
+    make_folder(folder)
     try:
         yield
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(handle)
-
-
-def _lock_made(folder: Path) -> int:
-    """Create a folder, and return a descriptor that locks it until the descriptor is closed."""
-    while True:
-        make_folder(folder.parent)
-        make_folder(folder)
-        try:
-            handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except FileNotFoundError:
-            continue
-        try:
-            # Two fleets that start at the same moment both find their ports free. The lock ends
-            # with its process.
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(handle)
-            raise FolderTaken(f"{folder} is in use: is a fleet starting on this port?") from None
-        if os.fstat(handle).st_nlink:
-            return handle
-        os.close(handle)  # the fleet that had it on this port removed it in the meantime
+        if not is_served(folder / SOCKET):
+            shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Model's `config.json`: whether vLLM can run the model's encoder apart, and in which dtype.
+"""Model's `config.json`: whether vLLM can run the model's encoder apart.
 
 A configuration that is inconclusive, or cannot be read, raises no objection: vLLM decides when it
 starts. vLLM's list of text-only architectures is read from its source, without an import of vLLM.
@@ -33,10 +33,6 @@ chat route for them, which encode requests need."""
 MEDIA_WORDS = ("audio", "image", "img", "multimodal", "speech", "video", "vision", "visual")
 """Words in a configuration's keys that suggest an encoder, whatever the model's class."""
 
-GDN_TYPES = frozenset({"qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"})
-GDN_SIZES = frozenset({"linear_key_head_dim", "linear_num_value_heads"})
-"""Values of `model_type`, and fields, that only models with gated delta net (GDN) layers have."""
-
 
 def why_unservable(config: Config, text_only: Collection[str]) -> str | None:
     """Return why an encode instance cannot serve the model; None: it can, or this is not known.
@@ -52,22 +48,6 @@ def why_unservable(config: Config, text_only: Collection[str]) -> str | None:
     if architectures and architectures <= set(text_only) and not names_media:
         return f"accepts only text ({named}), so it has no encoder to run apart"
     return None
-
-
-def needs_bfloat16(config: Config) -> bool:
-    """Return whether vLLM runs the model on a CPU only in bfloat16.
-
-    This applies to gated delta net layers: "CPU GDN attention requires BF16",
-    `vllm/model_executor/layers/mamba/ops/cpu/gdn_attention.py` line 158 in 0.32, 173 in 0.33.
-    """
-    for part in _with_text_config(config):
-        layers = part.get("layer_types")
-        if isinstance(layers, list) and "linear_attention" not in layers:
-            continue
-        kind = part.get("model_type")
-        if (isinstance(kind, str) and kind in GDN_TYPES) or not GDN_SIZES.isdisjoint(part):
-            return True
-    return False
 
 
 def _architectures(config: Config) -> set[str]:

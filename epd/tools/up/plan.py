@@ -7,13 +7,11 @@ from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from epd.routing.instances import TRANSFERS_KV, Role
 from epd.tools.up.devices import assign
 from epd.tools.up.engine import Engine, FleetServer
 from epd.tools.up.memory import Memory
-from epd.tools.up.model_config import needs_bfloat16
 from epd.tools.up.model_sizes import ModelSizes
 from epd.tools.up.platforms import CPU, CUDA, PLATFORMS, Platform, detect_platform
 from epd.tools.up.settings import FleetSettings
@@ -44,25 +42,21 @@ class FleetPlan:
 
     Attributes:
         store: URL of the encoder store; empty: there is none.
-        host, port: address that the proxy listens on.
         keeper_port: port of the service that owns the store's memory, or enforces the quota of its
             folder; None: no service is started.
         memory: lines that say how much of each device's memory the instances get.
     """
 
     engines: tuple[Engine, ...]
+    settings: FleetSettings
     store: str
-    host: str = LOOPBACK
-    port: int
-    local_media: str | None = None
-    proxy_flags: tuple[str, ...] = ()
     keeper_port: int | None = None
     memory: tuple[str, ...] = ()
 
     @property
     def url(self) -> str:
         """Base URL of the proxy, as seen from its machine."""
-        return url_of(self.host, self.port)
+        return url_of(self.settings.host, self.settings.port)
 
     def of_roles(self, *roles: Role) -> list[Engine]:
         return [engine for engine in self.engines if engine.role in roles]
@@ -74,13 +68,15 @@ class FleetPlan:
         All wait for a store that is a server's memory.
         """
         keeper = [] if self.keeper_port is None else [self._keeper(self.keeper_port)]
-        first = keeper if self.store.startswith("shm:") else []
-        started = list[tuple[Engine, FleetServer]]()
+        first = [STORE] if keeper and self.store.startswith("shm:") else []
+        started = dict[str, Engine]()
+        servers = []
         for engine in sorted(self.engines, key=lambda engine: engine.measures_memory):
-            near = (server for other, server in started if {*engine.devices} & {*other.devices})
+            near = [name for name, other in started.items() if {*engine.devices} & {*other.devices}]
             after = (*first, *(near if engine.measures_memory else ()))
-            started.append((engine, replace(engine.server(), after=after)))
-        return [*keeper, *(server for _, server in started), self._proxy()]
+            servers.append(replace(engine.server(), after=after))
+            started[engine.name] = engine
+        return [*keeper, *servers, self._proxy()]
 
     def missing_role(self, running: Collection[str]) -> str | None:
         """Return why the fleet cannot answer requests with these servers alone; None: it can."""
@@ -96,7 +92,7 @@ class FleetPlan:
         Raises:
             ValueError: two servers have the same port, or a port is above 65535.
         """
-        wanted = [(self.port, self.host, "the proxy")]
+        wanted = [(self.settings.port, self.settings.host, "the proxy")]
         if self.keeper_port is not None:
             wanted.append((self.keeper_port, LOOPBACK, "the store"))
         for engine in self.engines:
@@ -117,17 +113,19 @@ class FleetPlan:
         return FleetServer(STORE, url_of(LOOPBACK, port), command, {})
 
     def _proxy(self) -> FleetServer:
+        settings = self.settings
         roles = {
             "encode-servers": (Role.ENCODE,),
             "prefill-servers": (Role.PREFILL,),
             "decode-servers": ANSWERS,
         }
-        if any(engine.ec_both for engine in self.of_roles(Role.PREFILL_DECODE)):
+        if settings.writes_back and self.of_roles(Role.PREFILL_DECODE):
             encode = {"encode-servers": (Role.ENCODE,)} if self.of_roles(Role.ENCODE) else {}
             roles = {**encode, "servers": (Role.PREFILL_DECODE,)}
-        media = self.local_media
+        media = settings.allowed_local_media_path
         command = (
-            *(sys.executable, "-m", "epd", "serve", "--host", self.host, "--port", str(self.port)),
+            *(sys.executable, "-m", "epd", "serve"),
+            *("--host", settings.host, "--port", str(settings.port)),
             *("--drain-delay-s", "0", "--drain-timeout-s", str(DRAIN_S)),
             *(("--ec-store", self.store) if self.store else ()),
             *(() if media is None else ("--allowed-local-media-path", media)),
@@ -136,7 +134,7 @@ class FleetPlan:
                 for name, some in roles.items()
             ),
             *self._events_flags(),
-            *self.proxy_flags,
+            *settings.proxy_flags,
         )
         return FleetServer(PROXY, self.url, command, {})
 
@@ -176,7 +174,6 @@ def plan_fleet(  # noqa: PLR0913 - all that a plan is derived from
     settings: FleetSettings,
     environ: Mapping[str, str],
     store: str,
-    config: Mapping[str, Any] | None = None,
     *,
     cores: int = 1,
     device_bytes: Mapping[str, int] = MappingProxyType({}),
@@ -186,16 +183,13 @@ def plan_fleet(  # noqa: PLR0913 - all that a plan is derived from
 ) -> FleetPlan:
     """Return the plan for the settings; raise `ValueError` if devices or ports do not suffice.
 
-    A store is unused without instances that write to it. `config` is the model's; None: not known.
-    `cores` is the number of those that the instances may use. `device_bytes` has the memory of
-    devices, and `sizes` the bytes of the model, as far as they are known. `store_runs` says that
-    the memory which the store's URL names has a server. With `dry_run`, named devices need not be
-    visible: the plan is for CUDA then.
+    A store is unused without instances that write to it. `cores` is the number of those that the
+    instances may use. `device_bytes` has the memory of devices, and `sizes` the bytes of the model,
+    as far as they are known. `store_runs` says that the store has a server. With `dry_run`, named
+    devices need not be visible: the plan is for CUDA then.
     """
     store = store if settings.topology.uses_store else ""
     platform = _platform(settings, environ, dry_run=dry_run)
-    if needs_bfloat16(config or {}):
-        platform = platform.in_bfloat16()
     engines = _engines(settings, environ, store, platform, cores)
     if settings.device_memory is not None:
         devices = (device for engine in engines for device in engine.devices)
@@ -208,11 +202,8 @@ def plan_fleet(  # noqa: PLR0913 - all that a plan is derived from
             replace(engine, memory=shares.get(engine.name, _default_share(engine)))
             for engine in engines
         ),
+        settings=settings,
         store=store,
-        host=settings.host,
-        port=settings.port,
-        local_media=settings.allowed_local_media_path,
-        proxy_flags=settings.proxy_flags,
         keeper_port=settings.ec_store_port if kept and not store_runs else None,
         memory=tuple(memory.lines(shares)),
     )
@@ -262,22 +253,15 @@ def _engines(
     return tuple(
         Engine(
             role=role,
-            model=settings.model,
             port=next(ports[role]),
+            settings=settings,
             store=store,
-            side_channel_port=next(nixl_ports) if role in TRANSFERS_KV else 0,
             platform=platform,
+            side_channel_port=next(nixl_ports) if role in TRANSFERS_KV else 0,
             devices=own,
-            served_name=settings.served_name,
-            local_media=settings.allowed_local_media_path,
             memory=by_role[role].memory if own else None,
-            max_model_len=settings.max_model_len,
-            max_num_seqs=settings.max_num_seqs,
             api_servers=api_servers if role is Role.ENCODE else 1,
             kv_extra=settings.kv_extra(),
-            ec_both=settings.ec_both or settings.topology.local,
-            kv_events=settings.kv_events,
-            program=settings.vllm_command,
             flags=settings.vllm_flags + by_role[role].flags,
             inherited=environ,
         )

@@ -7,16 +7,13 @@ from typing import Self
 
 from epd.routing.instances import Role
 
-FLOAT32, BFLOAT16 = "float32", "bfloat16"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 UCX = {"UCX_TLS": "all", "UCX_NET_DEVICES": "all"}
 
+UNIPROC = "vllm.v1.executor.uniproc_executor"
+
 THREADS = "OMP_NUM_THREADS"
 """Variable with the number of threads that compute a model on a CPU."""
-
-BINDING, UNBOUND = "VLLM_CPU_OMP_THREADS_BIND", "nobind"
-"""vLLM's variable for the cores that a process with a model on a CPU is bound to, and the value
-for no cores."""
 
 CUDA_UCX = {**UCX, "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on"}
 """Settings with which UCX reads the memory of another process's GPU directly. By default it does so
@@ -33,7 +30,6 @@ class Platform:
         files: pattern below /dev that matches one file per device.
         environment: variables of every instance, unless the caller has set them.
         ucx: the same for instances with NIXL.
-        executor: vLLM's executor for an instance with one rank; None: vLLM's default.
         eager: roles that run without captured graphs.
         encode_tokens: maximum tokens in a step of an encode instance.
         api_servers: maximum API servers of an encode instance.
@@ -47,7 +43,6 @@ class Platform:
     environment: Mapping[str, str] = field(default_factory=dict)
     ucx: Mapping[str, str] = field(default_factory=dict)
     flags: tuple[str, ...] = ()
-    executor: str | None = None
     eager: frozenset[Role] = frozenset({Role.ENCODE, Role.PREFILL})
     # The largest picture of Qwen2-VL to Qwen3-VL. See docs/decisions/040-preparing-media.md.
     encode_tokens: int = 16384
@@ -59,11 +54,6 @@ class Platform:
     def offline(self) -> Self:
         """Return the platform for a model in a directory: vLLM accesses no hub."""
         return replace(self, environment={**OFFLINE, **self.environment})
-
-    def in_bfloat16(self) -> Self:
-        """Return the platform for a model that a CPU computes only in bfloat16."""
-        words = (BFLOAT16 if word == FLOAT32 else word for word in self.flags)
-        return replace(self, flags=tuple(words))
 
     def with_cores(self, cores: int) -> Self:
         """Return the platform for instances that have this number of cores each."""
@@ -89,18 +79,20 @@ CPU = Platform(
     environment={
         # Instances share the cores of one machine, and are bound to none.
         THREADS: "1",
-        BINDING: UNBOUND,
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_CPU_KVCACHE_SPACE": "1",
     },
     ucx={"UCX_TLS": "tcp,self,sm,cma"},
     # In bfloat16, on a CPU with AMX, vLLM uses an AMX attention kernel. The kernel dies of an
     # illegal instruction in a process that has run no large matrix product yet. A decode instance
     # is such a process: its prompts arrive through NIXL.
-    flags=("--dtype", FLOAT32),
+    #
     # The model runs in the engine's own process, as on a GPU. On a CPU, vLLM's default is another
-    # process, which it binds to cores. These instances are bound to no cores, and one process less
-    # saves a third of the start time and 0.7 GB.
-    executor="vllm.v1.executor.uniproc_executor.UniProcExecutor",
+    # process, which takes half as long again to start, and 0.7 GB.
+    flags=(
+        *("--dtype", "float32"),
+        *("--distributed-executor-backend", f"{UNIPROC}.UniProcExecutor"),
+    ),
     eager=frozenset(Role),
     # See docs/decisions/040-preparing-media.md.
     encode_tokens=4096,

@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,9 @@ from ec_store.config import size_bytes
 from ec_store.urls import check_url
 from epd.routing.instances import Role
 from epd.tools.up.devices import LETTERS, Devices, parse_gpus, parse_instances
-from epd.tools.up.engine import VLLM
+
+VLLM = (sys.executable, "-m", "vllm.entrypoints.cli.main")
+"""`vllm` command of this process's Python environment."""
 
 _NAME = re.compile(
     r"(?:(?P<e>[1-9]\d?)e)?"
@@ -321,6 +324,11 @@ class FleetSettings(BaseSettings):
         """Name of the model in requests; None: as on the hub."""
         path = Path(self.model)
         return self.served_model_name or (path.resolve().name if path.is_dir() else None)
+
+    @property
+    def writes_back(self) -> bool:
+        """Whether instances that prefill write the encoder outputs that they make to the store."""
+        return self.ec_both or self.topology.local
 
     def kv_extra(self) -> Mapping[str, Any]:
         if not self.bidirectional_kv:

@@ -6,14 +6,13 @@ import { instances } from "./instances.js";
 import { latency } from "./latency.js";
 import { notices } from "./notices.js";
 import { summary } from "./summary.js";
-import { topology } from "./topology.js";
 import { waterfall } from "./waterfall.js";
 
 const EVERY_MS = 1000;
 const MOST_MS = 8000;
 const TIMEOUT_MS = 10000;
 const KEY = "epd-admin-key";
-const VIEWS = [summary, topology, latency, notices, waterfall, instances];
+const VIEWS = [summary, instances, latency, notices, waterfall];
 
 let paused = false;
 let misses = 0;
@@ -59,18 +58,9 @@ function show(state) {
   link("live", "live");
   const bad = state.instances.filter((one) => one.state !== "healthy").length;
   document.title = bad ? `${plural(bad, "instance")} not healthy – EPD proxy` : "EPD proxy";
-  say(by("about"), `${state.version} · ${shape(state.instances) || "no instances"}`);
+  say(by("about"), `${state.version} · ${state.topology || "no instances"}`);
   for (const view of VIEWS) view(state);
   set(document.body, "data-ready", "");
-}
-
-function shape(all) {
-  const roles = { encode: "e", prefill: "p", decode: "d", prefill_decode: "pd" };
-  return Object.entries(roles)
-    .map(([role, letter]) => [all.filter((one) => one.role === role).length, letter])
-    .filter(([number]) => number)
-    .map(([number, letter]) => `${number}${letter}`)
-    .join("");
 }
 
 function missed() {

@@ -1,4 +1,4 @@
-// Formats numbers for people.
+// Formats numbers for people, as epd/ui/formats.py does.
 
 const LANGUAGE = "en-GB";
 const NONE = "–";
@@ -8,20 +8,17 @@ export const count = (number) => whole.format(number);
 
 export function seconds(value) {
   if (value == null) return NONE;
-  if (value < 0.9995) return `${figures(value * 1000)} ms`;
-  if (value < 600) return `${figures(value)} s`;
-  if (value < 36000) return `${whole.format(value / 60)} min`;
-  return `${whole.format(value / 3600)} h`;
+  return value < 0.9995 ? `${figures(value * 1000)} ms` : `${figures(value)} s`;
 }
 
 export const rate = (value) => (value > 0 ? figures(value) : "0");
 
-export const share = (part, all) => (all ? `${figures((100 * part) / all)} %` : NONE);
+export const share = (part, all) => (all ? `${whole.format((100 * part) / all)} %` : NONE);
 
 export function bytes(value) {
-  const units = ["B", "kB", "MB", "GB", "TB", "PB"];
+  const units = ["B", "kB", "MB", "GB", "TB"];
   let unit = 0;
-  while (value >= 999.5 && unit < units.length - 1) {
+  while (value >= 1000 && unit < units.length - 1) {
     value /= 1000;
     unit += 1;
   }
@@ -39,7 +36,10 @@ export const endings = ({ failed, rejected }) =>
 
 export const host = (url) => url.replace(/^https?:\/\//, "");
 
+export const role = (name) => name[0].toUpperCase() + name.slice(1).replace("_", " and ");
+
+export const condition = (state) => (state === "trial" ? "on trial" : state);
+
 function figures(value) {
-  if (value >= 100) return whole.format(value);
-  return value.toFixed(value >= 10 || value === 0 ? (Number.isInteger(value) ? 0 : 1) : value >= 1 ? 1 : 2);
+  return value >= 100 ? whole.format(value) : value.toFixed(value >= 1 ? 1 : 2);
 }

@@ -2,7 +2,6 @@
 
 import { by, el, Keyed, say, set, svg } from "./dom.js";
 import { clock, host, plural, seconds } from "./format.js";
-import { STAGES } from "./fleet.js";
 
 const HEIGHT = 20;
 const LANES = 4;
@@ -11,12 +10,6 @@ const rows = new Keyed(body, make, update);
 const open = new Set();
 let longest_s = 1;
 let number = 0;
-
-by("key").append(
-  ...[...STAGES.filter((stage) => stage !== "release"), "answer"].map((stage) =>
-    el("li", { "data-stage": stage }, el("i", { class: "swatch" }), stage === "answer" ? "rest of the answer" : stage),
-  ),
-);
 
 export function waterfall({ requests }) {
   longest_s = Math.max(0.001, ...requests.map((one) => one.seconds));

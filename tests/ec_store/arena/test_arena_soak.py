@@ -1,4 +1,4 @@
-"""Writers and readers of a full memory, for some seconds; `scripts/soak_store.py` runs longer."""
+"""Writers and readers of a full memory, for some seconds; `soak.py` runs longer."""
 
 import subprocess
 import sys
@@ -18,9 +18,16 @@ def test_no_byte_is_wrong_no_pin_lost_and_every_count_exact_in_a_full_memory(
     served = Serve(tmp_path / "arena.sock", max_bytes=32 * MIB)
     served.start()
     try:
-        command = [sys.executable, f"{ROOT}/scripts/soak_store.py", f"shm://{tmp_path}/arena.sock"]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.ec_store.arena.soak",
+            f"shm://{tmp_path}/arena.sock",
+        ]
         few = ["--writers", "2", "--readers", "2", "--pool-bytes", "100MiB", "--seconds", "20"]
-        ended = subprocess.run([*command, *few], capture_output=True, text=True, check=False)
+        ended = subprocess.run(
+            [*command, *few], cwd=ROOT, capture_output=True, text=True, check=False
+        )
     finally:
         served.kill()
 

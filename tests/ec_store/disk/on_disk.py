@@ -11,17 +11,13 @@ from ec_store import EntryKey
 from ec_store.disk import tree
 from ec_store.disk.config import DiskConfig
 from ec_store.disk.eviction_policy import taken_bytes
-from ec_store.disk.evictor import YOUNG_S
-from ec_store.disk.files import Folder, Modes
+from ec_store.disk.files import Folder
 from ec_store.disk.store import SharedDiskStore
 
 
-def opened(
-    root: Path, query: str = "", young_s: float = YOUNG_S, *, create: bool = True
-) -> SharedDiskStore:
+def opened(root: Path, query: str = "", *, create: bool = True) -> SharedDiskStore:
     config = DiskConfig.from_url(f"{root.as_uri()}?{query}")
     store = SharedDiskStore(config, create=create)
-    store._keeper._evictor.young_s = young_s  # noqa: SLF001
     store.check()
     return store
 
@@ -31,7 +27,7 @@ def path_of(root: Path, kept: EntryKey) -> Path:
 
 
 def folder_of(root: Path) -> Folder:
-    return Folder.open_path(str(root), Modes())
+    return Folder.open_path(str(root), 0o750)
 
 
 def age(path: Path, seconds: float) -> None:
@@ -70,8 +66,8 @@ def counted() -> Iterator[Counter[str]]:
 
         return counting
 
-    def scanning(*args: Any) -> Any:
-        found = scan(*args)
+    def scanning(*args: Any, **kwargs: Any) -> Any:
+        found = scan(*args, **kwargs)
         counts["seen"] += len(found)
         return found
 

@@ -33,7 +33,6 @@ settings_of_any_store = st.builds(
     max_share=st.floats(0.001, 1),
     ttl=st.floats(0.001, 1e12),
     dir_mode=st.integers(0, 0o7777),
-    file_mode=st.integers(0, 0o7777),
 )
 
 
@@ -89,7 +88,6 @@ def test_any_other_content_is_refused(content: bytes) -> None:
         {"ttl_s": "x"},
         {"dir_mode": "9"},
         {"dir_mode": 750},
-        {"file_mode": "77777"},
     ],
 )
 def test_a_setting_out_of_range_is_refused(change: dict[str, object]) -> None:
@@ -100,12 +98,10 @@ def test_a_setting_out_of_range_is_refused(change: dict[str, object]) -> None:
 
 
 def test_a_store_keeps_the_settings_of_its_creation(root: Path) -> None:
-    opened(root, "max_bytes=1GiB&ttl=30d&dir_mode=0700&file_mode=0600").close()
+    opened(root, "max_bytes=1GiB&ttl=30d&dir_mode=0700").close()
 
     with opened(root) as store:
-        assert store.settings == StoreSettings(
-            max_bytes=2**30, ttl=30 * DAY_S, dir_mode=0o700, file_mode=0o600
-        )
+        assert store.settings == StoreSettings(max_bytes=2**30, ttl=30 * DAY_S, dir_mode=0o700)
         assert store.stats().max_bytes == 2**30
         store.put(key(), sized(10))
     entry = next(path for path in (root / "entries").rglob("*") if path.is_file())
@@ -208,7 +204,6 @@ def test_configure_changes_given_settings_and_replaces_unreadable_ones(
         ["max_share", "0.25"],
         ["ttl", "2592000s"],
         ["dir_mode", "2770"],
-        ["file_mode", "640"],
     ]
     before = held(root)
     assert run(capsys, "configure", url)[0] == 0
@@ -309,7 +304,7 @@ def test_a_redis_store_has_no_disk_settings(capsys: pytest.CaptureFixture[str]) 
 def test_a_store_of_another_user_is_refused(foreign: Path) -> None:
     with pytest.raises(StoreUnavailable, match=f"belongs to user {STRANGER}.*dir_mode=2770"):
         opened(foreign)
-    with opened(foreign, "dir_mode=2770&file_mode=0660") as store:
+    with opened(foreign, "dir_mode=2770") as store:
         assert store.put(key(), sized(10)) is True
 
 

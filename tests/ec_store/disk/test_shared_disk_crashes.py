@@ -7,25 +7,19 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ec_store import StoreUnavailable
-from ec_store.disk import evictor
 from ec_store.disk import store as disk_store
+from ec_store.disk import tree
 from ec_store.disk.entry_files import write_entry
 from ec_store.disk.eviction_policy import taken_bytes
-from ec_store.disk.files import Folder
-from ec_store.disk.ledger import Ledger
 from ec_store.disk.store import SharedDiskStore
-from tests.ec_store.contract import assert_same, key, sized
-from tests.ec_store.disk import on_disk
-from tests.ec_store.disk.on_disk import age, entries_bytes, files, path_of
-
-opened = partial(on_disk.opened, young_s=float("-inf"))
+from tests.ec_store.contract import key, sized
+from tests.ec_store.disk.on_disk import age, entries_bytes, files, opened, path_of
 
 KILLS = 60
 QUOTA = 8 * 2**20
@@ -69,29 +63,6 @@ def put_many(root: Path, name: int) -> None:
                 continue
 
 
-def put_and_die(root: Path, length: int, query: str = QUERY, name: str = "half") -> None:
-    """Die after the payload of an entry was written."""
-
-    def dying(*args: object) -> None:
-        write_entry(*args)  # type: ignore[arg-type]
-        die()
-
-    vars(disk_store)["write_entry"] = dying
-    opened(root, query).put(key(name), sized(length))
-
-
-def die_at_removal() -> None:
-    """Die before a staging file of an entry is removed."""
-    remove = Folder.remove
-
-    def dying(folder: Folder, name: str) -> bool:
-        if name.startswith(f".{key().digest}"):
-            die()
-        return remove(folder, name)
-
-    Folder.remove = dying  # type: ignore[method-assign, assignment]
-
-
 @pytest.mark.fault(23)
 @pytest.mark.changes_files
 def test_store_stays_readable_and_writable_while_its_writers_are_killed(root: Path) -> None:
@@ -110,183 +81,38 @@ def test_store_stays_readable_and_writable_while_its_writers_are_killed(root: Pa
 
 
 @pytest.mark.fault(23)
-def test_leftovers_of_dead_writers_are_removed_before_any_entry(root: Path) -> None:
-    with opened(root, "max_bytes=200KiB") as store:
-        for n in range(9):
-            store.put(key(str(n)), sized(10_000))
-        killed(lambda: put_and_die(root, 80_000))
-        assert len(leftovers(root)) == 1
-        store.put(key("more"), sized(70_000))
+def test_writer_that_dies_before_it_publishes_leaves_nothing(root: Path) -> None:
+    def put() -> None:
+        def dying(*args: object) -> None:
+            write_entry(*args)  # type: ignore[arg-type]
+            die()
 
-        assert not leftovers(root)
-        assert store.stats().evictions == 0
-        assert store.stats().bytes == entries_bytes(root)
+        vars(disk_store)["write_entry"] = dying
+        opened(root).put(key("half"), sized(50_000))
 
-
-@pytest.mark.fault(23)
-def test_entries_that_a_killed_evictor_had_renamed_are_removed_at_once(root: Path) -> None:
-    def evict() -> None:
-        die_at_removal()
-        opened(root, "ttl=1h").evict()
-
-    with opened(root, "ttl=1h") as store:
+    with opened(root) as store:
         store.put(key(), sized(1000))
-        age(path_of(root, key()), 7200)
-        killed(evict)
-        assert len(leftovers(root)) == 1
-        store.evict()
+        killed(put)
 
-        assert not leftovers(root)
-        assert store.stats().bytes == 0
+        assert files(root, "entries") == [path_of(root, key())]
+        assert store.stats().bytes == entries_bytes(root)
 
 
 @pytest.mark.fault(23)
 def test_sweep_charges_what_a_killed_writer_had_not_charged_yet(root: Path) -> None:
     def put() -> None:
-        Ledger.charge = lambda *_: die()  # type: ignore[method-assign]
+        vars(os)["pwrite"] = lambda *_: die()
         opened(root).put(key("half"), sized(50_000))
 
     with opened(root) as store:
-        for n in range(40):  # more than an eviction samples
+        for n in range(39):  # more than an eviction samples
             store.put(key(str(n)), sized(1000))
         killed(put)
-        assert len(leftovers(root)) == 1
-        while leftovers(root):
-            store.evict()
         assert store.stats().entries == 39
         store.sweep()
 
         assert store.stats().bytes == entries_bytes(root)
         assert store.stats().entries == 40
-
-
-@pytest.mark.fault(23)
-def test_name_that_a_killed_writer_left_of_a_published_entry_releases_nothing(root: Path) -> None:
-    def put() -> None:
-        die_at_removal()
-        opened(root).put(key(), sized(1000))
-
-    killed(put)
-    with opened(root) as store:
-        assert len(leftovers(root)) == 1
-        store.evict()
-
-        assert not leftovers(root)
-        assert_same(sized(1000), store.get(key()))
-        assert store.stats().bytes == entries_bytes(root)
-
-
-def test_staging_file_of_a_living_writer_stays(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
-
-    def evicting(*args: object) -> None:
-        write_entry(*args)  # type: ignore[arg-type]
-        with opened(root) as other:
-            other.sweep()
-            seen.append(len(leftovers(root)))
-
-    monkeypatch.setattr(disk_store, "write_entry", evicting)
-    with opened(root) as store:
-        assert store.put(key(), sized(1000)) is True
-        assert_same(sized(1000), store.get(key()))
-    assert seen == [1]
-
-
-def test_child_of_a_fork_does_not_keep_its_parent_alive(root: Path) -> None:
-    forked, forks = os.pipe()
-    go, goes = os.pipe()
-
-    def fork_and_die() -> None:
-        with opened(root) as store:
-            store.put(key(), sized(10))
-            if os.fork() == 0:
-                os.close(goes)
-                os.write(forks, b"x")
-                os.read(go, 1)
-                os._exit(0)
-            os.read(forked, 1)
-            vars(disk_store)["write_entry"] = lambda *_: die()
-            store.put(key("half"), sized(1000))
-
-    killed(fork_and_die)
-    try:
-        with opened(root) as store:
-            store.evict()
-            assert not leftovers(root)
-    finally:
-        for end in (go, goes, forked, forks):
-            os.close(end)
-
-
-@pytest.mark.fault(23)
-def test_leftovers_of_a_moment_ago_are_removed_later(root: Path) -> None:
-    killed(lambda: put_and_die(root, 1000))
-    with on_disk.opened(root, young_s=3600) as store:
-        store.evict()
-        assert len(leftovers(root)) == 1
-    with on_disk.opened(root, young_s=0.01) as store:
-        time.sleep(0.1)
-        store.evict()
-        assert not leftovers(root)
-        assert store.stats().bytes == 0
-
-
-def test_eviction_tests_no_locks_of_processes_that_are_writing(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A store with the time of the default, and one that counts no staging file as young."""
-    tested: list[int] = []
-
-    def is_locked(fd: int) -> bool:
-        tested.append(fd)
-        return True
-
-    def evicting(*args: object) -> None:
-        write_entry(*args)  # type: ignore[arg-type]
-        monkeypatch.setattr(disk_store, "write_entry", write_entry)
-        for evict in (on_disk.opened, opened):
-            with evict(root) as other:
-                assert not tested
-                other.evict()
-        assert len(tested) == 1
-
-    monkeypatch.setattr(disk_store, "write_entry", evicting)
-    monkeypatch.setattr(evictor, "is_locked", is_locked)
-    with on_disk.opened(root) as store:
-        assert store.put(key(), sized(1000)) is True
-    assert tested
-
-
-def test_entry_that_another_evictor_has_set_aside_is_no_leftover(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The entry was leased meanwhile, so the evictor restores its name."""
-    publish = Folder.publish
-    swept: list[str] = []
-
-    def swept_meanwhile(folder: Folder, staging: str, name: str) -> bool:
-        monkeypatch.setattr(Folder, "publish", publish)
-        with opened(root) as other:
-            other.sweep()
-        swept.append(name)
-        return publish(folder, staging, name)
-
-    rename = Folder.rename
-
-    def used(folder: Folder, name: str, *more: Any) -> None:
-        if name == key().digest:
-            age(path_of(root, key()), -7200)
-        rename(folder, name, *more)
-
-    with opened(root, "ttl=1h") as store:
-        store.put(key(), sized(1000))
-        age(path_of(root, key()), 7200)
-        monkeypatch.setattr(Folder, "publish", swept_meanwhile)
-        monkeypatch.setattr(Folder, "rename", used)
-        store.evict()
-
-        assert swept == [key().digest]
-        assert_same(sized(1000), store.get(key()))
 
 
 CALLS = (
@@ -306,7 +132,7 @@ OPERATIONS: dict[str, Callable[[SharedDiskStore], object]] = {
 def die_before_call(number: int) -> None:
     """Let this process die before it makes call `number` of those that change or read files."""
     left = [number]
-    for module, name in [*((os, name) for name in CALLS), (fcntl, "fcntl")]:
+    for module, name in [*((os, name) for name in CALLS), (fcntl, "flock")]:
         real = getattr(module, name)
 
         def call(*args: Any, real: Callable[..., Any] = real, **kwargs: Any) -> Any:
@@ -318,6 +144,28 @@ def die_before_call(number: int) -> None:
         setattr(module, name, call)
 
 
+@pytest.mark.fault(23)
+def test_name_that_a_killed_writer_gave_a_replacement_is_removed(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def replace() -> None:
+        with opened(root) as other:
+            vars(os)["rename"] = lambda *_, **__: die()
+            other.put(key(), sized(50_000), replace=True)
+
+    with opened(root) as store:
+        store.put(key(), sized(1000))
+        killed(replace)
+        assert len(leftovers(root)) == 1
+        store.sweep()
+        assert len(leftovers(root)) == 1  # its writer may be about to rename it
+        monkeypatch.setattr(tree, "STAGING_S", -1)
+        store.sweep()
+
+        assert files(root, "entries") == [path_of(root, key())]
+        assert store.stats().bytes == entries_bytes(root)
+
+
 @pytest.mark.full
 @pytest.mark.fault(23)
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -325,7 +173,7 @@ def test_process_that_dies_before_any_call_leaves_no_wrong_byte_and_no_charge(
     root: Path, monkeypatch: pytest.MonkeyPatch, operation: str
 ) -> None:
     """The store is nearly full, so that a put evicts; two entries have expired."""
-    monkeypatch.setattr(evictor, "RELEASE_S", 0)
+    monkeypatch.setattr(tree, "STAGING_S", -1)
     keys = [key(str(n)) for n in range(12)]
     died, number = True, 0
     while died:

@@ -9,8 +9,9 @@ import signal
 import stat
 import subprocess
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -18,10 +19,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from ec_store import Entry, EntryKey, EntryTooLarge, StoreUnavailable, open_store
-from ec_store.disk import evictor, opening
+from ec_store.disk import housekeeping, ledger, opening
 from ec_store.disk import store as disk_store
-from ec_store.disk.files import Folder, Modes
-from ec_store.disk.leases import SWEPT_BY_LEASES, add_leases, leased_digests
+from ec_store.disk.files import Folder
+from ec_store.disk.leases import SWEPT_BY_LEASES, add_lease, lease_folder, leased_digests
+from ec_store.disk.lock import try_lock
 from ec_store.disk.store import SharedDiskStore
 from tests.ec_store.contract import another_release, assert_same, entry, key, sized
 from tests.ec_store.disk.on_disk import age, entries_bytes, files, opened, path_of
@@ -52,8 +54,8 @@ def store(root: Path) -> Iterator[SharedDiskStore]:
         ("file:///store?max_share=1.1", "max_share must be greater than 0 and at most 1"),
         ("file:///store?max_share=half", "parameter 'max_share': could not convert"),
         ("file:///store?dir_mode=999", "parameter 'dir_mode': invalid literal"),
-        ("file:///store?file_mode=17777", "'17777' is not a mode such as 0750"),
-        ("file:///store?nonsense=1", "unknown parameter 'nonsense'; known: dir_mode, file_mode"),
+        ("file:///store?dir_mode=17777", "'17777' is not a mode such as 0750"),
+        ("file:///store?nonsense=1", "unknown parameter 'nonsense'; known: dir_mode, max_bytes"),
         ("file:///store%00", "is not an absolute path"),
     ],
 )
@@ -66,7 +68,7 @@ def test_a_wrong_url_is_refused(url: str, says: str) -> None:
 def test_modes_do_not_depend_on_the_umask(root: Path) -> None:
     before = os.umask(0o077)
     try:
-        with opened(root, "dir_mode=2770&file_mode=0660") as store:
+        with opened(root, "dir_mode=2770") as store:
             store.put(key(), entry())
             store.lease([key()], 5)
             store.register_namespace("m", "n")
@@ -320,9 +322,8 @@ def test_writers_sweep_now_and_then_without_being_asked(root: Path) -> None:
 def test_an_entry_from_the_future_is_not_kept_for_ever(root: Path, store: SharedDiskStore) -> None:
     store.put(key(), entry())
     age(path_of(root, key()), -1000 * HOUR)
-    store.evict()
 
-    assert path_of(root, key()).stat().st_mtime < time.time() + HOUR
+    assert store.evict() == 1
 
 
 # Quota
@@ -395,7 +396,8 @@ def test_a_put_replaces_no_entry_of_another_format_that_its_readers_lease(root: 
     with opened(root) as store:
         with another_release():
             store.put(key(), sized(100))
-        add_leases(store._opening.tree().leases, [key().digest], 60, time.time())  # noqa: SLF001
+        leases = store._opening.tree().leases  # noqa: SLF001
+        add_lease(lease_folder(leases, 60, time.time()), key().digest)
 
         assert store.put(key(), sized(100, 2)) is False
         with another_release():
@@ -433,7 +435,7 @@ def test_a_lease_that_comes_while_its_entry_is_evicted_keeps_it(
             store.put(key(name), entry())
             age(path_of(root, key(name)), HOUR)
         store.configure(max_bytes=1)
-        monkeypatch.setattr(evictor, "leased_digests", lease_at_once)
+        monkeypatch.setattr(housekeeping, "leased_digests", lease_at_once)
 
         assert store.evict() == 1
         assert_same(entry(), other.get(key("leased")))
@@ -449,21 +451,19 @@ def leases_are_no_uses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.fault(29)
 @pytest.mark.usefixtures("leases_are_no_uses")
-def test_evictor_looks_for_leases_again_after_it_has_renamed_its_victims(
+def test_evictor_looks_for_leases_again_after_it_has_locked_its_victims(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rename = Folder.rename
-
-    def lease_first(folder: Folder, name: str, new: str) -> None:
-        if name == key("leased").digest:
-            assert other.lease([key("leased")], 60)[0] is not None
-        rename(folder, name, new)
+    def lease_first(fd: int) -> bool:
+        monkeypatch.setattr(housekeeping, "try_lock", try_lock)
+        assert other.lease([key("leased")], 60)[0] is not None
+        return try_lock(fd)
 
     with opened(root) as store, opened(root) as other:
         for name in ("leased", "old"):
             store.put(key(name), entry())
         store.configure(max_bytes=1)
-        monkeypatch.setattr(Folder, "rename", lease_first)
+        monkeypatch.setattr(housekeeping, "try_lock", lease_first)
 
         assert store.evict() == 1
         assert_same(entry(), other.get(key("leased")))
@@ -472,35 +472,67 @@ def test_evictor_looks_for_leases_again_after_it_has_renamed_its_victims(
 
 @pytest.mark.fault(29)
 @pytest.mark.usefixtures("leases_are_no_uses")
-@pytest.mark.parametrize("when", ["before the lease is written", "before its entry is looked for"])
 def test_lease_of_an_entry_that_is_evicted_meanwhile_is_a_miss(
-    root: Path, monkeypatch: pytest.MonkeyPatch, when: str
+    root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def evict_too(folder: Folder, digests: Sequence[str], seconds: float, now_s: float) -> None:
-        if when == "before the lease is written":
-            assert other.evict() == 1
-        add_leases(folder, digests, seconds, now_s)
-        if when == "before its entry is looked for":
-            assert other.evict() == 0
+    def evict_first(fd: int, *, shared: bool) -> bool:
+        assert other.evict() == 1
+        return try_lock(fd, shared=shared)
 
     with opened(root) as store, opened(root) as other:
         store.put(key(), entry())
         other.configure(max_bytes=1)
-        monkeypatch.setattr(disk_store, "add_leases", evict_too)
+        monkeypatch.setattr(disk_store, "try_lock", evict_first)
 
-        evicted = when == "before the lease is written"
-        assert (store.lease([key()], 60)[0] is None) == evicted
-        assert (store.get(key()) is None) == evicted
+        assert store.lease([key()], 60) == [None]
+        assert store.get(key()) is None
+
+
+@pytest.mark.fault(29)
+@pytest.mark.usefixtures("leases_are_no_uses")
+def test_entry_that_is_being_leased_is_not_evicted(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def evict_before(*lease: Any) -> None:
+        assert other.evict() == 0
+        add_lease(*lease)
+
+    with opened(root) as store, opened(root) as other:
+        store.put(key(), entry())
+        other.configure(max_bytes=1)
+        monkeypatch.setattr(disk_store, "add_lease", evict_before)
+
+        assert store.lease([key()], 60)[0] is not None
+        assert store.get(key()) is not None
+
+
+@pytest.mark.usefixtures("leases_are_no_uses")
+def test_entry_that_is_being_evicted_is_not_leased(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remove = ledger.remove_entry
+
+    def lease_before(*args: Any) -> int:
+        assert other.lease([key()], 60) == [None]
+        return remove(*args)
+
+    with opened(root) as store, opened(root) as other:
+        store.put(key(), entry())
+        store.configure(max_bytes=1)
+        monkeypatch.setattr(ledger, "remove_entry", lease_before)
+
+        assert store.evict() == 1
 
 
 def test_lease_removes_no_more_of_the_ended_ones_than_its_caller_can_wait_for(
     root: Path, store: SharedDiskStore
 ) -> None:
     store.put(key(), entry())
-    leases = Folder.open_path(str(root / "leases"), Modes())
+    leases = Folder.open_path(str(root / "leases"), 0o750)
     ended = [f"{n:064x}" for n in range(3 * SWEPT_BY_LEASES)]
     for then in (time.time() - 60, time.time() - 30):
-        add_leases(leases, ended, 1, then)
+        for digest in ended:
+            add_lease(lease_folder(leases, 1, then), digest)
     before = len(files(root, "leases"))
     store.lease([key()], 1)
 

@@ -97,15 +97,15 @@ def test_an_entry_in_a_folder_that_was_removed_as_empty_is_found_at_once(
 def test_a_writer_makes_its_folder_again_that_an_eviction_removed(
     root: Path, store: SharedDiskStore, monkeypatch: pytest.MonkeyPatch, races: int
 ) -> None:
-    create, left = Folder.create, [races]
+    publish, left = Folder.publish, [races]
 
-    def late(folder: Folder, name: str) -> int:
-        if key().digest in name and left[0]:
+    def late(folder: Folder, fd: int, name: str) -> bool:
+        if name == key().digest and left[0]:
             left[0] -= 1
             path_of(root, key()).parent.rmdir()
-        return create(folder, name)
+        return publish(folder, fd, name)
 
-    monkeypatch.setattr(Folder, "create", late)
+    monkeypatch.setattr(Folder, "publish", late)
 
     assert store.put(key(), sized(100)) is True
     assert left == [0]

@@ -141,7 +141,7 @@ def test_writers_and_readers_that_are_killed_tear_nothing_and_keep_the_quota(
 
     assert torn.get_obj().value == 0
     assert MAX_BYTES / 2 < most <= MAX_BYTES + WRITERS * (LARGEST + 5000)
-    with on_disk.opened(root, f"max_bytes={MAX_BYTES}", young_s=-1) as store:
+    with on_disk.opened(root, f"max_bytes={MAX_BYTES}") as store:
         store.sweep()
         assert not list((root / "entries").rglob("*.tmp"))
         assert [row for row in store.verify() if row.problem] == []

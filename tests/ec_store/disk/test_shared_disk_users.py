@@ -18,7 +18,7 @@ from tests.ec_store.contract import assert_same, key, sized
 
 GROUP = 54320
 USERS = (54321, 54322)
-SHARED = "dir_mode=2770&file_mode=0660"
+SHARED = "dir_mode=2770"
 SHARED_DIRECTORY = 0o2770
 
 

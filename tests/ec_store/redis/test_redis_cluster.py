@@ -12,7 +12,6 @@ import pytest
 from redis.crc import key_slot
 
 from ec_store import EntryKey, StoreUnavailable
-from ec_store.redis import client
 from ec_store.redis.client import MOST_MOVES
 from ec_store.redis.store import RedisStore
 from tests.ec_store.contract import key
@@ -40,13 +39,12 @@ class FakeCluster:
         self.connections: Counter[int] = Counter()
         self.served: Counter[int] = Counter()
         self.maps = 0
-        self.maps_fail = False
         self.ports: list[int] = []
 
     def reply(self, node: int, command: list[bytes]) -> bytes:
         if command[0] == b"CLUSTER":
             self.maps += 1
-            return b"-LOADING\r\n" if self.maps_fail else self._map()
+            return self._map()
         slot = key_slot(command[1])
         named = self.hints.get((node, slot), self.owner[slot])
         if named != node:
@@ -114,9 +112,8 @@ def move(cluster: FakeCluster, one: EntryKey, node: int) -> None:
 
 @pytest.mark.fault(19)
 def test_every_move_is_learnt_at_once_and_no_connection_is_closed(
-    cluster: FakeCluster, store: RedisStore, monkeypatch: pytest.MonkeyPatch
+    cluster: FakeCluster, store: RedisStore
 ) -> None:
-    monkeypatch.setattr(client, "RELOAD_S", 3600.0)
     keys = [key(str(n)) for n in range(60)]
     for n, each in enumerate(keys):
         move(cluster, each, 1 + n % 2)
@@ -127,42 +124,6 @@ def test_every_move_is_learnt_at_once_and_no_connection_is_closed(
     assert cluster.maps == 1
     assert [cluster.connections[node] for node in range(NODES)] == [1, 1, 1]
     assert [(cluster.served - moves)[node] for node in range(NODES)] == [0, 30, 30]
-
-
-@pytest.mark.fault(19)
-def test_the_map_is_loaded_once_a_second_at_most_while_slots_move(
-    cluster: FakeCluster, store: RedisStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(client, "RELOAD_S", 0.0)
-    move(cluster, key(), 1)
-    store.lookup([key()])
-    assert cluster.maps == 1
-    store.lookup([key()])
-    assert cluster.maps == 2
-
-    monkeypatch.setattr(client, "RELOAD_S", 3600.0)
-    for n in range(40):
-        move(cluster, key(str(n)), 1 + n % 2)
-        store.lookup([key(str(n))])
-    assert cluster.maps == 2
-
-    cluster.known = list(cluster.owner)
-    monkeypatch.setattr(client, "RELOAD_S", 0.0)
-    store.lookup([key()])
-    assert cluster.maps == 3
-    store.lookup([key(str(n)) for n in range(40)])
-    assert cluster.maps == 3  # no slot has moved since
-
-
-def test_a_map_that_cannot_be_loaded_fails_no_call(
-    cluster: FakeCluster, store: RedisStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(client, "RELOAD_S", 0.0)
-    cluster.maps_fail = True
-    move(cluster, key(), 1)
-
-    assert store.lookup([key()]) == [None]
-    assert store.lookup([key(), key("other")]) == [None, None]
 
 
 @pytest.mark.fault(19)

@@ -1,14 +1,25 @@
 """Pictures and conversations like those of VisionArena-Chat."""
 
 import statistics
+from importlib.util import find_spec
 from io import BytesIO
+from pathlib import Path
 
+import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from epd.tools.bench.dataset import MAX_PIXELS, MIN_PIXELS, jpeg, question, rng, size
+from epd.tools.bench.dataset import (
+    MAX_PIXELS,
+    MIN_PIXELS,
+    jpeg,
+    question,
+    rng,
+    size,
+    vision_arena,
+)
 
 
 @given(st.integers())
@@ -28,20 +39,12 @@ def test_pictures_spread_around_a_megapixel() -> None:
     assert tenths[-1] > 1.5e6
 
 
-def test_a_megapixel_jpeg_has_half_a_megabyte_also_when_rewritten() -> None:
-    """`vllm bench serve` writes every picture as JPEG, in PIL's default quality."""
-    files, again, pixels = 0, 0, 0
-    for seed in range(10):
-        content = jpeg(rng(seed))
-        picture = Image.open(BytesIO(content))
-        buffer = BytesIO()
-        picture.save(buffer, "JPEG")
-        files += len(content)
-        again += buffer.tell()
-        pixels += picture.width * picture.height
+def test_a_megapixel_jpeg_has_half_a_megabyte() -> None:
+    contents = [jpeg(rng(seed)) for seed in range(10)]
+    sizes = [Image.open(BytesIO(content)).size for content in contents]
+    pixels = sum(width * height for width, height in sizes)
 
-    assert files / pixels == pytest.approx(0.5, rel=0.1)
-    assert again / pixels == pytest.approx(0.5, rel=0.1)
+    assert sum(map(len, contents)) / pixels == pytest.approx(0.5, rel=0.1)
 
 
 def test_a_seed_makes_the_same_picture_and_another_seed_another() -> None:
@@ -53,3 +56,25 @@ def test_hardly_two_questions_are_the_same() -> None:
     firsts = {question(rng(seed)) for seed in range(1000)}
 
     assert len(firsts) > 990
+
+
+@pytest.mark.skipif(find_spec("datasets") is None, reason="datasets is not installed")
+def test_conversations_of_the_hub_become_requests(tmp_path: Path) -> None:
+    """A folder in the schema of VisionArena-Chat, with one picture in two conversations."""
+    hub = tmp_path / "hub" / "train"
+    hub.mkdir(parents=True)
+    contents = [jpeg(rng(number)) for number in range(2)]
+    rows = []
+    for number, picture in enumerate((0, 1, 0, 1)):
+        (hub / f"{picture}.jpg").write_bytes(contents[picture])
+        turns = [[{"role": "user", "content": f"{number}?"}], [{"role": "user", "content": "no"}]]
+        rows.append({"images_file_names": [f"{picture}.jpg"], "conversation": turns})
+    (hub / "metadata.jsonl").write_bytes(b"\n".join(map(orjson.dumps, rows)))
+
+    found = vision_arena(tmp_path, 3, str(hub.parent))
+    lines = [orjson.loads(line) for line in Path(found.path).read_bytes().splitlines()]
+    sent = [Path(*line["image_files"]).read_bytes() for line in lines]
+
+    assert [line["prompt"] for line in lines] == ["0?", "1?", "2?"]
+    assert sent == [contents[0], contents[1], contents[0]]
+    assert found.trace[0] == found.trace[2] != found.trace[1]

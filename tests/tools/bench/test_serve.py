@@ -135,23 +135,8 @@ async def test_an_error_of_vllms_benchmark_is_shown(launch: Launch, tmp_path: Pa
     assert "no-tokenizer" in out
 
 
-@pytest.mark.full
-@needs_vllm
-@pytest.mark.e2e
-def test_vllm_reads_the_pictures_in_the_order_of_the_trace(tmp_path: Path) -> None:
-    from datasets import load_dataset  # noqa: PLC0415 - only where vLLM is installed
-
-    made = local(tmp_path, "pool", 20, seed=1)
-    rows = load_dataset(made.path, split="train", streaming=True).select_columns("images")
-    read = [row["images"][0]["path"] for row in rows.decode(enable=False)]
-
-    assert [Path(path).name for path in read] == [Path(picture).name for picture in made.trace]
-
-
 def files_of(folder: Path) -> dict[Path, bytes]:
-    return {
-        path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()
-    }
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*.jpg")}
 
 
 def test_a_data_set_is_the_same_wherever_it_is_made(tmp_path: Path) -> None:
@@ -170,8 +155,9 @@ def test_a_longer_data_set_keeps_the_pictures_of_a_shorter_one(tmp_path: Path) -
 
     assert longer.trace[:4] == short.trace
     assert {path: path.stat().st_mtime_ns for path in before} == before
-    rows = (Path(longer.path) / "train" / "metadata.jsonl").read_text().splitlines()
-    assert [json.loads(row)["images_file_names"] for row in rows] == [[one] for one in longer.trace]
+    rows = map(json.loads, Path(longer.path).read_text().splitlines())
+    named = [Path(picture).name for row in rows for picture in row["image_files"]]
+    assert named == [*longer.trace]
 
 
 @pytest.mark.parametrize(
@@ -260,10 +246,9 @@ class TestBeforeItBegins:
 
         assert code == 1
         assert "VisionArena-Chat cannot be read" in err
-        assert len(err.splitlines()) == 1
 
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve, "NEEDED", ("json", "no_such_package"))
-    with pytest.raises(SystemExit, match=r"needs no_such_package: pip install '\.\[vllm,bench\]'"):
+    monkeypatch.setattr(serve, "find_spec", lambda _name: None)
+    with pytest.raises(SystemExit, match=r"needs vllm: pip install '\.\[vllm\]'"):
         main(["bench", "serve", "--url", NOBODY])

@@ -30,7 +30,6 @@ from epd.tools.doctor.findings import (
     Verdict,
     as_json,
     as_text,
-    by_severity,
     worst_verdict,
 )
 from epd.tools.doctor.host import SOMAXCONN, read_host
@@ -76,7 +75,6 @@ def bad(findings: Any) -> list[Finding]:
     ("changes", "verdict", "seen"),
     [
         ({"problem": "it cannot be reached"}, FAIL, "it cannot be reached"),
-        ({"problem": "404", "status": 404}, FAIL, "404"),
         ({"version": "0.31.2"}, WARN, "reports no ec_transfer_params"),
         ({"skew_s": -7.2}, WARN, "-7 s"),
         ({"keeps_alive": False}, WARN, "closes idle connections"),
@@ -142,23 +140,6 @@ def test_a_page_without_a_valid_preparation_has_none(text: bytes) -> None:
     assert read_preparation(b"\n" + name + b'{api_servers="x"} 1.0\n' + text) is None
 
 
-@pytest.mark.parametrize(
-    ("changes", "advice"),
-    [
-        ({"refuses": True}, "no process listens there"),
-        ({}, "start it, or remove it"),
-        ({"status": 503}, "its engine has died"),
-        ({"status": 404}, "another server answers there, not vLLM"),
-    ],
-)
-def test_advice_tells_a_killed_instance_from_a_dead_engine_and_a_foreign_server(
-    changes: dict[str, Any], advice: str
-) -> None:
-    [finding] = judge_instance(facts(problem="no", **changes))
-
-    assert advice in finding.advice
-
-
 @pytest.mark.parametrize("free_bytes", [2**24 - 1, 2**24])
 def test_a_full_file_system_is_the_only_finding_about_the_store(free_bytes: int) -> None:
     store: Any = {"entry": "missing", "bytes": 1, "max_bytes": 2**40, "free_bytes": free_bytes}
@@ -170,29 +151,9 @@ def test_a_full_file_system_is_the_only_finding_about_the_store(free_bytes: int)
     assert ("its file system is full (16.0 MiB are free)" in findings[0].seen) is full
 
 
-def test_failures_come_first() -> None:
-    good, poor, broken, other = (
-        Finding(verdict, "", text)
-        for verdict, text in zip((OK, WARN, FAIL, OK), "1234", strict=True)
-    )
-
-    assert by_severity([good, poor, broken, other]) == [broken, poor, good, other]
-
-
 @pytest.mark.parametrize("version", ["0.32.0", "1.0.0", "0.33.1rc1", "0.1.dev2+gabc", None, "?"])
 def test_a_recent_or_unknown_version_is_not_a_finding(version: str | None) -> None:
     assert bad(judge_instance(facts(version=version))) == []
-
-
-def test_an_instance_that_lacks_a_model_is_named() -> None:
-    fleet = [facts(), facts(PD, models=(ModelFacts("m"), ModelFacts("lora")))]
-
-    [finding] = bad(judge_fleet(fleet))
-
-    assert (finding.verdict, finding.subject) == (FAIL, "models")
-    assert finding.seen == "http://e lacks lora"
-    assert finding.advice
-    assert finding.advice.startswith("serve the same models under the same names")
 
 
 def test_adapters_are_expected_of_all_instances_but_encode_instances() -> None:
@@ -255,13 +216,6 @@ def test_a_model_without_a_chat_route_has_separate_advice(trial: Trial, advice: 
     assert advice in finding.advice
 
 
-def test_a_model_that_needs_raw_media_is_not_a_failure() -> None:
-    findings = [*judge_instance(facts(trials={"encode": Trial(), "media": Trial()}))]
-
-    assert bad(findings) == []
-    assert "vLLM reports no placeholder metadata for this model" in findings[-1].seen
-
-
 def test_an_instance_that_cannot_be_reached_is_not_compared_with_others() -> None:
     assert bad(judge_fleet([facts(), facts(PD, problem="away", models=(), version=None)])) == []
 
@@ -279,7 +233,6 @@ def mount(kind: str) -> Mount | None:
         ({"is_writable": False}, WARN, "cannot write"),
         ({"entry": "missing"}, FAIL, "does not have the entry"),
         ({"entry": "found"}, FAIL, "cannot read the entry"),
-        ({"bytes": 1, "max_bytes": 12, "free_bytes": 10}, WARN, "only 11 B"),
         ({"writing_bytes": 2**20}, WARN, "no maxmemory"),
         (
             {"writing_bytes": 2**30, "max_bytes": 2**31 - 1},
@@ -359,12 +312,6 @@ def test_mount_of_a_path_is_found_in_the_systems_table(tmp_path: Path) -> None:
 
     assert found is not None
     assert (str(found.path), found.kind) == (str(disk.path), "tmpfs")
-
-
-def test_a_correct_store_is_not_a_finding() -> None:
-    findings = judge_store(round_trip_s=0.001, entry="read", bytes=5, max_bytes=10, free_bytes=5)
-
-    assert bad(findings) == []
 
 
 @pytest.mark.parametrize(

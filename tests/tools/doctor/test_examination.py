@@ -18,9 +18,11 @@ from epd.config import ProxyConfig
 from epd.discovery.entries import write_json
 from epd.discovery.stores import RegistrationsInRedis
 from epd.routing.instances import Instance, Role
-from epd.tools.doctor import examination, host, trials
-from epd.tools.doctor.examination import Waits, examine
+from epd.tools.doctor import facts, host, trials
+from epd.tools.doctor.examination import examine
 from epd.tools.doctor.findings import Finding, Verdict
+from epd.tools.doctor.instances import headers_of
+from epd.tools.doctor.trials import Waits
 from tests.discovery.name_server import NameServer
 from tests.support.backed import Backed
 from tests.support.fake_instance import (
@@ -170,16 +172,11 @@ BOUNDS_S = (0.005, 0.05, 0.5, 5.0, float("inf"))
 
 @dataclass
 class Counts:
-    """Transfers that a decode instance counts as vLLM does, by their tokens.
-
-    Attributes:
-        busy: tokens of the other requests that it gets during each request of a trial.
-    """
+    """Transfers that a decode instance counts as vLLM does, by their tokens."""
 
     kb_per_token: int = 100
     seconds: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    busy: list[int] = field(default_factory=list)
 
     def add(self, tokens: int) -> None:
         """Count a transfer at 0.5 GB/s."""
@@ -209,8 +206,6 @@ class Counts:
         async def chat(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
             if request.path == "/v1/completions":
                 self.add(len(body["prompt"]))
-                for tokens in self.busy:
-                    self.add(tokens)
             return await decodes_it(request, body)
 
         decode.chat = chat
@@ -225,14 +220,14 @@ def of_pair(findings: list[Finding]) -> Finding:
 async def test_slow_kv_transfers_of_a_pair_are_found(
     clinic: Clinic, talking: Turns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(examination, "has_no_device", lambda *_: False)
+    monkeypatch.setattr(trials, "has_no_device", lambda *_: False)
     counts = Counts()
     counts.count(clinic)
     finding = of_pair(await clinic.findings(**WITHOUT))
 
     assert finding.verdict is Verdict.WARN
     assert finding.subject == f"KV {clinic.prefill.url} -> {clinic.decode.url}"
-    assert finding.seen.startswith("0.5 GB/s (410 MB in 819 ms), delay 26 ms (1 x 4095 tokens")
+    assert finding.seen.startswith("0.5 GB/s (410 MB in 819 ms), delay 26 ms")
     assert counts.tokens[:2] == [trials.TOKENS, MAX_TOKENS - 1]
 
 
@@ -255,15 +250,6 @@ async def test_a_trial_stays_small_if_the_longest_request_is_unknown(
     await clinic.findings(**WITHOUT)
 
     assert counts.tokens[:2] == [trials.TOKENS] * 2
-
-
-async def test_a_trial_beside_other_transfers_is_repeated(clinic: Clinic, talking: Turns) -> None:
-    counts = Counts(busy=[50])
-    counts.count(clinic)
-    finding = of_pair(await clinic.findings(**WITHOUT))
-
-    assert counts.tokens[2:8:2] == [MAX_TOKENS - 1] * trials.REPEATS
-    assert finding.seen.startswith("transfers of other requests took place at the same time")
 
 
 async def test_kv_blocks_on_a_machine_without_accelerators_are_not_judged(
@@ -392,6 +378,19 @@ async def test_engines_that_write_to_another_store_are_found(clinic: Clinic) -> 
     assert ("store", "does not have the entry that an encode instance just wrote") in (
         await clinic.complaints()
     )
+
+
+async def test_a_full_store_leaves_consumers_untried(
+    clinic: Clinic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(facts, "FULL_BYTES", 2**62)
+    clinic.encode.chat = encodes  # its entry is dropped
+    clinic.waits = replace(clinic.waits, arrives_s=0.0)
+    (store, full), (consumer, untried) = await clinic.complaints()
+
+    assert (store, consumer) == ("store", f"prefill {clinic.prefill.url}")
+    assert "its file system is full" in full
+    assert "it is not known whether it finds encoder outputs" in untried
 
 
 async def test_an_engine_that_writes_under_another_namespace_than_it_reports_is_found(
@@ -604,7 +603,7 @@ def test_the_headers_have_the_proxys_key() -> None:
         openai_api_key="sk-test-0123456789",
     )
 
-    assert examination.headers_of(config) == {"Authorization": "Bearer sk-test-0123456789"}
+    assert headers_of(config) == {"Authorization": "Bearer sk-test-0123456789"}
 
 
 async def test_the_command_reports_findings_and_fails(clinic: Clinic, tmp_path: Path) -> None:

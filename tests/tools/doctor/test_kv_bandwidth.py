@@ -13,10 +13,15 @@ from typing import Any
 import pytest
 
 from epd.routing.instances import Instance, Role
-from epd.tools.doctor import checks
-from epd.tools.doctor.checks import judge
 from epd.tools.doctor.findings import Finding, Verdict
-from epd.tools.doctor.kv_bandwidth import MIN_BYTES, PairFacts, Transfers, Window, read_transfers
+from epd.tools.doctor.kv_bandwidth import (
+    MIN_BYTES,
+    PairFacts,
+    Transfers,
+    Window,
+    judge_pair,
+    read_transfers,
+)
 
 PAGES = Path(__file__).with_name("nixl_metrics")
 P, D = Instance(Role.PREFILL, "http://h:1"), Instance(Role.DECODE, "http://h:2")
@@ -32,7 +37,7 @@ def recorded(before: str, after: str, tokens: int) -> Window:
     earlier, later = map(read_transfers, pages)
     assert earlier is not None
     assert later is not None
-    return Window(later.since(earlier), tokens, 3.0, 1.0)
+    return Window(later.since(earlier), tokens)
 
 
 SMALL = recorded("before_small", "after_small", 20)
@@ -42,20 +47,15 @@ BUSY = recorded("before_busy", "after_busy", 2000)
 
 def window(*seconds: float, size: float = 1e9) -> Window:
     """Return transfers of these durations and of this size together."""
-    return Window(Transfers(len(seconds), size, sum(seconds), 1000), 1000, 1.0, 1.0)
+    return Window(Transfers(len(seconds), size, sum(seconds), 1000), 1000)
 
 
 PROMPT = window(0.01, size=1e6)
 """A small trial."""
 
 
-def judged(*large: Window, small: Window = PROMPT, **changes: Any) -> Finding:
+def judged(large: Window, small: Window = PROMPT, **changes: Any) -> Finding:
     return judge_pair(replace(PairFacts(P, D, small, large), **changes))
-
-
-def judge_pair(facts: PairFacts) -> Finding:
-    [finding] = judge(checks.PAIR, facts, facts.name)
-    return finding
 
 
 def test_a_recorded_transfer_has_the_bandwidth_of_its_link() -> None:
@@ -77,11 +77,6 @@ def test_a_slow_pair_of_one_host_is_a_warning_with_what_to_check() -> None:
     assert "`remote memory read` (`write`)" in finding.advice
 
 
-def test_the_cost_of_the_trial_is_stated() -> None:
-    assert "1 x 2000 tokens took 3.0 s of prefill and 1.0 s of decode" in judged(QUIET).seen
-    assert "2 x 2000 tokens took 6.0 s of prefill and 2.0 s of decode" in judged(BUSY, QUIET).seen
-
-
 @pytest.mark.fault(109)
 def test_a_trial_beside_other_transfers_has_no_figure() -> None:
     finding = judged(BUSY, small=SMALL)
@@ -89,8 +84,6 @@ def test_a_trial_beside_other_transfers_has_no_figure() -> None:
     assert finding.verdict is Verdict.OK
     assert finding.seen.startswith("transfers of other requests took place at the same time")
     assert "epd_kv_transfer_bytes_per_second" in finding.seen
-    quiet, _ = judged(QUIET).seen.split(" (1 x")
-    assert judged(BUSY, QUIET).seen.startswith(quiet)
 
 
 def test_transfers_that_prefill_counts_are_added() -> None:
@@ -111,7 +104,6 @@ def test_five_gigabytes_per_second_are_enough(seconds: tuple[float], verdict: Ve
 @pytest.mark.parametrize(
     ("large", "changes", "reason"),
     [
-        (window(1.0), {"in_host_memory": True}, "in the host's memory"),
         (window(1.0), {"decode": Instance(Role.DECODE, "http://g:2")}, "different hosts"),
         (window(1.0, size=MIN_BYTES - 1), {}, "less than 64 MB"),
         (window(0.21), {"small": window(0.02, size=1e6)}, "the delay is most"),
@@ -133,14 +125,6 @@ def test_transfers_of_several_ranks_at_once_are_one_bandwidth() -> None:
 
     finding = judged(four, small=window(*[0.001] * 4, size=4e6))
     assert finding.seen.startswith("40 GB/s (4000 MB in 100 ms), delay 1 ms")
-
-
-@pytest.mark.parametrize("problem", ["", "the instance answered 500"])
-def test_a_failed_trial_is_a_warning(problem: str) -> None:
-    finding = judge_pair(PairFacts(P, D, problem=problem))
-
-    assert finding.verdict is Verdict.WARN
-    assert (problem or "counted no transfer") in finding.seen
 
 
 def test_a_page_without_a_nixl_connector_has_no_transfers() -> None:

@@ -63,11 +63,7 @@ class Server(ThreadingHTTPServer):
         """Suppress errors of clients that send a request and disconnect."""
 
 
-SETTLED = (
-    "INFO 11-21 17:53:40 [core.py:403] init engine (profile, create kv cache, warmup model) took"
-)
 PROFILE_S = 2.0
-NEIGHBOUR_S = 120.0
 
 
 class Device:
@@ -89,7 +85,6 @@ class Device:
         """Allocate as vLLM does; exit as it does if a neighbour allocates while it measures."""
         if "ec_producer" in " ".join(sys.argv):
             self.allocate("weights")
-            print(f"{SETTLED} 0.10 s", flush=True)
             time.sleep(PROFILE_S)  # the process of the API prepares media on the device
             self.allocate("processor")
             return
@@ -102,13 +97,6 @@ class Device:
                 sys.exit("RuntimeError: Engine core initialization failed.")
             time.sleep(0.01)
         self.allocate("kv-cache")
-        print(f"{SETTLED} 0.10 s", flush=True)
-        if "kv_producer" in " ".join(sys.argv):  # its API is not ready before decode starts
-            until_s = time.monotonic() + NEIGHBOUR_S
-            while not self.others("kv-cache"):
-                if time.monotonic() > until_s:
-                    sys.exit("no neighbour has started")
-                time.sleep(0.05)
 
 
 def main() -> None:
@@ -125,12 +113,18 @@ def main() -> None:
     print("INFO 11-21 17:53:40 [fake.py:71] Loading what is not there", flush=True)
     if args.fake == "fail":
         sys.exit("this model is too strange")
-    # Like vLLM's EngineCore: a separate process that does not end with its parent.
-    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    # Like vLLM's EngineCore: a separate process, which its parent ends on SIGTERM.
+    core = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+
+    def end(*_: object) -> None:
+        core.kill()
+        sys.exit()
+
+    signal.signal(signal.SIGTERM, end)
     if args.fake == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if args.fake == "patient":  # like vLLM, wait for running streams
-        signal.signal(signal.SIGTERM, lambda *_: streams.acquire() and sys.exit())
+        signal.signal(signal.SIGTERM, lambda *_: end(streams.acquire()))
     if args.fake == "slow":
         time.sleep(600)
     if args.fake_devices is not None:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from epd.tools.up import model_config as reading
 from epd.tools.up.model_config import (
     config_path,
-    needs_bfloat16,
     read_config,
     text_architectures,
     why_unservable,
@@ -60,25 +59,6 @@ def test_a_doubt_is_left_to_vllm(config: Mapping[str, Any]) -> None:
     assert why_unservable(config, TEXT) is None
 
 
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        ({}, False),
-        ({"model_type": "qwen3_vl"}, False),
-        ({"model_type": "qwen3_5"}, True),
-        ({"text_config": {"model_type": "qwen3_5_moe_text"}}, True),
-        ({"thinker_config": {"text_config": {"linear_num_value_heads": 4}}}, True),
-        ({"layer_types": ["linear_attention"], "linear_key_head_dim": 64}, True),
-        ({"layer_types": ["full_attention"], "linear_key_head_dim": 64}, False),
-        # another kind of linear attention
-        ({"layer_types": ["linear_attention"], "model_type": "minimax"}, False),
-        ({"model_type": ["qwen3_5"], "text_config": None}, False),
-    ],
-)
-def test_models_that_a_cpu_computes_in_bfloat16_are_known(config: Any, expected: bool) -> None:
-    assert needs_bfloat16(config) is expected
-
-
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=5),
     lambda inner: (
@@ -96,7 +76,6 @@ values = st.recursive(
 @given(st.dictionaries(st.sampled_from(["architectures", "text_config", "layer_types"]), values))
 def test_no_configuration_is_an_error(config: dict[str, Any]) -> None:
     assert why_unservable(config, TEXT) is None
-    assert needs_bfloat16(config) in {True, False}
 
 
 @pytest.mark.parametrize(

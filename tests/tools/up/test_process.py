@@ -6,21 +6,20 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from epd.routing.instances import Role
-from epd.tools.up import guard
 from epd.tools.up.engine import Engine
+from epd.tools.up.platforms import CPU
 from epd.tools.up.ports import free_ports
-from epd.tools.up.process import Process, ProcessDied, stop, wait_until_ready
-from epd.tools.up.settings import Topology
-from epd.tools.up.stack import Stack
+from epd.tools.up.process import STOP_TIMEOUT_S, Process, ProcessDied, stop, wait_until_ready
+from epd.tools.up.settings import FleetSettings, Topology
+from scripts.stack import Stack
 
 SERVER = """
 import subprocess, sys, http.server
@@ -59,7 +58,7 @@ def test_a_server_is_waited_for_and_stopped_with_its_children(tmp_path: Path, ho
     process = start(tmp_path, how=how)
     wait_until_ready([process], 30, reports.append)
     assert not group_is_gone(process.pid)
-    stop([process])
+    stop(([process], STOP_TIMEOUT_S))
 
     assert group_is_gone(process.pid)
     assert any("server is ready after" in line for line in reports)
@@ -69,7 +68,7 @@ def test_a_server_that_dies_is_reported_with_the_end_of_its_log(tmp_path: Path) 
     process = start(tmp_path, "print('about to fail'); raise SystemExit(3)")
     with pytest.raises(ProcessDied, match=r"code 3[\s\S]*about to fail"):
         wait_until_ready([process], 30, lambda _: None)
-    stop([process])
+    process.kill()
 
 
 @pytest.mark.parametrize(
@@ -92,7 +91,7 @@ def test_a_neighbour_on_the_device_is_named_as_the_cause_of_an_end(
     process = start(tmp_path, f"print({words!r}); print('trace\\n' * 60); raise SystemExit(1)")
     with pytest.raises(ProcessDied, match=rf"code 1[\s\S]*trace\n+server: .*{cause}") as died:
         wait_until_ready([process], 30, lambda _: None)
-    stop([process])
+    process.kill()
 
     assert "one after another" in str(died.value)
 
@@ -104,7 +103,7 @@ def test_probes_do_not_push_the_last_words_of_a_server_out(tmp_path: Path) -> No
     probes = [access.format(f"GET {path}", "200 OK") for path in ("/health", "/metrics")] * 40
     process.log.write_text("".join([*lines, *probes]))
     tail = process.tail()
-    stop([process])
+    process.kill()
 
     assert tail == "".join(lines).rstrip("\n")
 
@@ -125,22 +124,19 @@ def test_progress_of_a_server_is_read_from_its_log(tmp_path: Path, log: str, doi
     process = start(tmp_path, "import time; time.sleep(60)")
     process.log.write_text(log)
     said = process.last_message()
-    stop([process])
+    process.kill()
 
     assert said == doing
 
 
-def test_progress_of_a_server_is_reported_once(
-    tmp_path: Path,
-) -> None:
+def test_progress_of_a_server_is_reported(tmp_path: Path) -> None:
     reports: list[str] = []
     process = start(tmp_path, "import time; time.sleep(60)")
     with pytest.raises(TimeoutError):
         wait_until_ready([process], 1, reports.append, progress_s=0.2)
-    stop([process])
+    process.kill()
 
     assert re.fullmatch(r"server after \d+ s: its log is empty", reports[0])
-    assert re.fullmatch(r"waiting for server: \d+ s", reports[1])
 
 
 def test_the_last_server_is_reported_only_when_the_others_are_ready(
@@ -154,7 +150,8 @@ def test_the_last_server_is_reported_only_when_the_others_are_ready(
         processes[-1].name = name
     with pytest.raises(TimeoutError, match="first, last"):
         wait_until_ready(processes, 1, reports.append, progress_s=0.2)
-    stop(processes)
+    for process in processes:
+        process.kill()
 
     assert reports
     assert not any("last" in one for one in reports)
@@ -164,7 +161,7 @@ def test_a_server_that_never_serves_is_reported(tmp_path: Path) -> None:
     process = start(tmp_path, "import time; print('loading', flush=True); time.sleep(60)")
     with pytest.raises(TimeoutError, match=r"server[\s\S]*loading"):
         wait_until_ready([process], 1, lambda _: None)
-    stop([process])
+    process.kill()
 
     assert group_is_gone(process.pid)
 
@@ -173,7 +170,7 @@ def test_a_server_that_never_starts_is_reported(tmp_path: Path) -> None:
     process = start(tmp_path)
     with pytest.raises(TimeoutError, match=r"not ready after 1 s: .*later"):
         wait_until_ready([process], 1, lambda _: None, lambda _ready: ["later"])
-    stop([process])
+    process.kill()
 
 
 def test_a_server_that_ignores_sigterm_is_killed(
@@ -181,7 +178,7 @@ def test_a_server_that_ignores_sigterm_is_killed(
 ) -> None:
     process = start(tmp_path, how="stubborn")
     wait_until_ready([process], 30, lambda _: None)
-    stop([process], timeout_s=0.5)
+    stop(([process], 0.5))
 
     assert group_is_gone(process.pid)
 
@@ -200,15 +197,21 @@ def test_an_invalid_topology_is_rejected(name: str) -> None:
         Topology.parse(name)
 
 
-def engine(role: Role, *more: str) -> Engine:
+def engine(role: Role, *more: str, **settings: Any) -> Engine:
     return Engine(
-        role=role, model="m", port=8001, store="file:///store", side_channel_port=5600, flags=more
+        role=role,
+        port=8001,
+        settings=FleetSettings(model="m", **settings),
+        store="file:///store",
+        platform=CPU,
+        side_channel_port=5600,
+        flags=more,
     )
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.PREFILL_DECODE])
 def test_consumers_write_their_encodes_to_the_store_if_asked(role: Role) -> None:
-    command = replace(engine(role), ec_both=True).command()
+    command = engine(role, ec_both=True).command()
     config = json.loads(command[command.index("--ec-transfer-config") + 1])
 
     assert config["ec_role"] == "ec_both"
@@ -244,38 +247,9 @@ def test_additional_flags_of_an_engine_are_the_last_ones() -> None:
     assert engine(Role.ENCODE, *more).command()[-2:] == more
 
 
-@pytest.mark.parametrize(
-    ("more", "inside"),
-    [
-        ((), True),
-        (("--seed", "1", "--port-pool", "tp"), True),
-        (("--tensor-parallel-size", "2"), False),
-        (("-tp", "2"), False),
-        (("-tp=2",), False),
-        (("--pipeline_parallel_size=2",), False),
-        (("--data-parallel-size-local", "2"), False),
-        (("--config", "engine.yaml"), False),
-        (("-n", "2"), False),
-        (("--nnodes=2",), False),
-    ],
-)
-def test_on_a_cpu_a_model_of_one_rank_runs_in_the_engines_process(
-    more: tuple[str, ...], inside: bool
-) -> None:
-    command = engine(Role.ENCODE, *more).command()
-
-    assert ("--distributed-executor-backend" in command) is inside
-
-
-@pytest.mark.parametrize(("cores", "inside"), [("nobind", True), ("0-7", False), ("auto", False)])
-def test_vllm_binds_a_model_to_the_cores_that_the_caller_names(cores: str, inside: bool) -> None:
-    bound = replace(engine(Role.ENCODE), inherited={"VLLM_CPU_OMP_THREADS_BIND": cores})
-
-    assert ("--distributed-executor-backend" in bound.command()) is inside
-
-
 def test_a_stack_gives_flags_to_the_engines_of_a_role(tmp_path: Path) -> None:
     more = ["--tensor-parallel-size", "2"]
+    (tmp_path / "config.json").touch()
     stack = Stack(
         tmp_path,
         Topology.parse("2e1pd"),
@@ -295,12 +269,12 @@ import signal
 import sys
 from pathlib import Path
 from tests.tools.up.test_process import start
-from epd.tools.up.process import stop, wait_until_ready
+from epd.tools.up.process import STOP_TIMEOUT_S, stop, wait_until_ready
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 process = start(Path({str(tmp_path)!r}), how="stubborn")
 wait_until_ready([process], 30, lambda _: None)
 Path({str(pid_file)!r}).write_text(str(process.pid))
-stop([process])
+stop(([process], STOP_TIMEOUT_S))
 """
     root = Path(__file__).resolve().parents[3]
     parent = subprocess.Popen(
@@ -351,48 +325,19 @@ def test_a_server_that_has_ended_keeps_its_number_until_its_last_signal(tmp_path
     process.kill()
     foreign = foreign_group(process.pid)
     assert foreign is not None
-    stop([process])
+    process.kill()
     assert foreign.poll() is None
     foreign.kill()
     foreign.wait()
 
 
-@pytest.mark.usefixtures("reuses_pids")
-@pytest.mark.parametrize("reused", [True, False])
-def test_the_guard_signals_no_group_of_another_program(reused: bool) -> None:
-    """A server ends, and its number may go to another program, before the guard acts."""
-    sleeps = [sys.executable, "-c", "import time; time.sleep(600)"]
-    watching = subprocess.Popen([sys.executable, "-I", guard.__file__], stdin=subprocess.PIPE)
-    assert watching.stdin is not None
-    server = subprocess.Popen(sleeps, start_new_session=True)
-    watching.stdin.write(b"+%d\n" % server.pid)
-    watching.stdin.flush()
-    opened = Path(f"/proc/{watching.pid}/fd")
-    while not any("pidfd" in str(path.resolve()) for path in opened.iterdir()):
-        time.sleep(0.01)
-    if reused:
-        server.kill()
-        server.wait()
-        foreign = foreign_group(server.pid)
-        assert foreign is not None
-        server = foreign
-    else:  # the guard waits for a server that has ended and is not reaped
-        threading.Thread(target=server.wait, daemon=True).start()
-    watching.stdin.close()
-    assert watching.wait(60) == 0
-
-    assert server.poll() == (None if reused else -signal.SIGTERM)
-    server.kill()
-    server.wait()
-
-
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from epd.tools.up.process import Guard, Process
+from epd.tools.up.process import Process
 
 log, *command = sys.argv[1:]
-process = Process("server", "http://127.0.0.1:1", command, {}, Path(log), Guard())
+process = Process("server", "http://127.0.0.1:1", command, {}, Path(log))
 print(process.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """

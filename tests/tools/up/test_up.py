@@ -131,8 +131,8 @@ def test_up_serves_until_it_is_stopped_and_leaves_nothing(
     with up.started() as process:
         ready = up.wait_for(process, "ready: ")
         assert up.ask().json()["choices"][0]["message"]["content"] == "a fake answer"
-        # A store, three engines with one child each, a proxy, a guard, and `epd up`.
-        assert len(processes_of(up.mark)) == 10
+        # A store, three engines with one child each, a proxy, and `epd up`.
+        assert len(processes_of(up.mark)) == 9
         process.send_signal(number)
         said = up.end_of(process)
 
@@ -280,7 +280,7 @@ def on_devices(tmp_path: Path, gpus: str, *flags: str) -> Up:
 
 @pytest.mark.fault(102)
 def test_engines_of_one_device_start_one_after_another(tmp_path: Path) -> None:
-    """Each fails if a neighbour allocates while it measures; prefill is ready after decode."""
+    """Each fails if a neighbour allocates while it measures."""
     up = on_devices(tmp_path, "e=0,p=0,d=0")
     with up.started() as process:
         up.wait_for(process, "ready: ")
@@ -382,7 +382,7 @@ def test_up_keeps_the_other_servers_after_the_death_of_an_engine(tmp_path: Path)
         said = up.end_of(process)
 
     assert process.returncode == 1
-    assert f"epd up: prefill-decode-{second} ended by SIGTERM" in said
+    assert f"epd up: prefill-decode-{second} ended with code 0" in said
     assert said.endswith("\nNo instance that decodes is left: stopping all servers.\n")
     assert left(up.mark, 0) == {}
 
@@ -512,14 +512,6 @@ def test_flags_that_describe_another_model_are_left_to_vllm(tmp_path: Path) -> N
     flags = ("--dry-run", "--vllm-flags=--hf_overrides '{}'")
 
     assert Up(tmp_path, "--model", str(model), *flags).run().returncode == 0
-
-
-def test_a_model_that_needs_bfloat16_on_a_cpu_gets_it(tmp_path: Path) -> None:
-    model = _model(tmp_path, model_type="qwen3_5")
-    ran = Up(tmp_path, "--model", str(model), "--dry-run").run()
-
-    assert ran.stdout.count("--dtype bfloat16") == 2
-    assert "float32" not in ran.stdout
 
 
 def test_a_hub_that_cannot_be_reached_does_not_keep_a_fleet_from_starting(tmp_path: Path) -> None:
