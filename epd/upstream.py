@@ -281,7 +281,7 @@ class Upstream:
         """Set the expected names in certificates, by base URL with an address as host."""
         self._pool.verify_as(names)
 
-    async def open(  # noqa: PLR0913 - all describe one request
+    async def open(
         self,
         url: str,
         *,
@@ -289,11 +289,8 @@ class Upstream:
         headers: Mapping[str, str],
         body: Pieces | None = None,
         head_timeout_s: float,
-        on_sent: Callable[[], None] | None = None,
     ) -> Reply:
         """Send a request (POST with a body, GET without) and wait for the head of its answer.
-
-        Some seconds after `on_sent`, the body is not needed any more.
 
         The caller closes the reply. If its body has not been read by then, this closes the
         connection, which tells the instance that the request is abandoned.
@@ -303,7 +300,7 @@ class Upstream:
             UpstreamTimeout: no head was received within `head_timeout_s` seconds.
         """
         until_s = asyncio.get_running_loop().time() + head_timeout_s
-        connection = await self._exchange(_request(url, headers, body, stage), until_s, on_sent)
+        connection = await self._exchange(_request(url, headers, body, stage), until_s)
         return Reply(self._pool, connection, stage, math.inf, f"{stage}_stalled")
 
     async def fetch(
@@ -326,9 +323,7 @@ class Upstream:
         with Reply(self._pool, connection, stage, until_s, f"{stage}_timeout") as reply:
             return Answer(reply.status, reply.headers, await reply.read(idle_s=timeout_s))
 
-    async def _exchange(
-        self, request: "_Request", until_s: float, on_sent: Callable[[], None] | None = None
-    ) -> Connection:
+    async def _exchange(self, request: "_Request", until_s: float) -> Connection:
         """Send a request, and return its connection after the head of the answer.
 
         The request is sent a second time if only the end of an idle connection was at fault: an
@@ -342,7 +337,7 @@ class Upstream:
                 origin, until_s
             )
             try:
-                await connection.send_request(request.head(), request.body or (), until_s, on_sent)
+                await connection.send_request(request.head(), request.body or (), until_s)
             except BaseException as error:
                 connection.abort()
                 if not (isinstance(error, Broken) and connection.is_stale):

@@ -9,7 +9,7 @@ from epd.config.fields import check_named_once, flag_of
 from epd.config.sections import ConfigFields
 from epd.config.sections.instances import ENCODE_SOURCES
 from epd.policies.registry import Policies, make_policies
-from epd.routing.instances import Role
+from epd.routing.instances import ANSWERING, Role
 from epd.transfer.registry import EC_TRANSFERS, KV_TRANSFERS
 
 NEEDS = (
@@ -168,8 +168,6 @@ class ProxyConfig(ConfigFields):
 
     @model_validator(mode="after")
     def _check_policies(self) -> Self:
-        if self.decode_from == "picker" and self.decode_picker_url is None:
-            raise ValueError("--decode-from picker needs --decode-picker-url")
         make_checked_policies(self)
         return self
 
@@ -203,14 +201,14 @@ def make_checked_policies(config: ConfigFields) -> Policies:
     first = next(iter(config.prefill_servers_urls), None)
     local = config.local_prefill_url or first
     made = make_policies(config.policies, vars(config) | {"local_prefill_url": local})
-    policies = Policies(made, config.decode_from, config.decode_choice)
+    policies = Policies(made)
     if not config.dynamic:
         if "prefill_local_decode_remote" in made and local not in config.prefill_servers_urls:
             raise ValueError(f"--local-prefill-url {local} must be one of --prefill-servers-urls")
-        policies.check_suited(
-            frozenset(instance.role for instance in config.instances),
-            pushed=EC_TRANSFERS[config.ec_transfer].pushed,
-        )
+        roles = frozenset(instance.role for instance in config.instances)
+        if config.decode_from == "header" and roles.isdisjoint(ANSWERING):
+            roles |= {Role.DECODE}  # clients name decode instances
+        policies.check_suited(roles, pushed=EC_TRANSFERS[config.ec_transfer].pushed)
     return policies
 
 

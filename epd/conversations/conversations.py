@@ -5,7 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import replace
-from typing import Literal, Self, TypeVar
+from typing import Literal, Self, TypeVar, get_args
 
 import structlog
 
@@ -43,7 +43,7 @@ prompt does not begin with its tokens, or that is unknown. `failed`: prefill cou
 blocks. `rested`: prefill was not asked, because of an earlier failure. `unknown`: the store did not
 answer."""
 
-RESULTS: tuple[Result, ...] = ("hit", "miss", "stale", "changed", "failed", "rested", "unknown")
+RESULTS: tuple[Result, ...] = get_args(Result)
 
 
 def warn_of(config: TransferSettings) -> None:
@@ -135,8 +135,8 @@ class Conversations:
         written = entry.to_json()
         if len(written) > MAX_ENTRY_BYTES:
             written = replace(entry, held=None).to_json()
-        ttl_s, decode = self._config.conversation_ttl, turn.decode
-        await self._ask(lambda: self.store.put(turn.key, written, ttl_s, decode))
+        ttl_s = self._config.conversation_ttl
+        await self._ask(lambda: self.store.put(turn.key, written, ttl_s))
 
     def drop_instance(self, decode: str) -> None:
         """Note that a decode instance was removed or restarted: its blocks are lost."""
@@ -145,7 +145,6 @@ class Conversations:
         self._lost_s = {url: at for url, at in self._lost_s.items() if at >= oldest_s}
         self._lost_s[decode] = now_s
         self._engines.pop(decode, None)
-        self.store.yield_room(decode)
 
     def _held_blocks(self, turn: Turn, decode: str) -> HeldBlocks | None:
         """Return the blocks that decode holds of a turn; None if unknown or unusable."""

@@ -41,7 +41,7 @@ class ConversationsInMemory:
         self._most = most
         self._clock = clock
         self._max_bytes = max_bytes
-        self._entries: OrderedDict[str, tuple[float, bytes, str]] = OrderedDict()
+        self._entries: OrderedDict[str, tuple[float, bytes]] = OrderedDict()
         self._bytes = 0
         self.dropped_count = 0
 
@@ -56,27 +56,22 @@ class ConversationsInMemory:
         self._evict()
         return self._drop(key)
 
-    async def put(self, key: str, entry: bytes, ttl_s: float, decode: str = "") -> None:
-        """Store an entry of a decode instance, and replace an earlier one of this key.
+    async def put(self, key: str, entry: bytes, ttl_s: float) -> None:
+        """Store an entry, and replace an earlier one of this key.
 
         All entries have one time to live.
         """
         self._evict()
         self._drop(key)
-        self._entries[key] = self._clock() + ttl_s, entry, decode
+        self._entries[key] = self._clock() + ttl_s, entry
         self._bytes += len(entry)
         self._evict()
-
-    def yield_room(self, decode: str) -> None:
-        """Let the entries of a lost decode instance be evicted first: live ones need their room."""
-        for key in [key for key, (*_, url) in self._entries.items() if url == decode]:
-            self._entries.move_to_end(key, last=False)
 
     async def close(self) -> None:
         """Do nothing: the store has no connection."""
 
     def _drop(self, key: str) -> bytes | None:
-        _, entry, _ = self._entries.pop(key, (0.0, None, ""))
+        _, entry = self._entries.pop(key, (0.0, None))
         self._bytes -= len(entry or b"")
         return entry
 
@@ -116,13 +111,10 @@ class ConversationsInRedis:
             written: bytes | None = await self._client.getdel(f"{self._key}:{key}")
         return written
 
-    async def put(self, key: str, entry: bytes, ttl_s: float, _decode: str = "") -> None:
+    async def put(self, key: str, entry: bytes, ttl_s: float) -> None:
         """Store an entry. Raise `StoreAway` if Redis does not answer: it may be stored or not."""
         with redis_errors(StoreAway):
             await self._client.set(f"{self._key}:{key}", entry, px=max(1, round(1000 * ttl_s)))
-
-    def yield_room(self, decode: str) -> None:
-        """Do nothing: Redis evicts by its own policy."""
 
     async def close(self) -> None:
         await close(self._client)

@@ -12,7 +12,7 @@ from ec_store.bounded import BoundedDict
 from epd.aio import Background
 from epd.config.sections import ConfigFields
 from epd.errors import Overloaded, ProxyError
-from epd.routing.instances import Instance, Role
+from epd.routing.instances import Instance
 from epd.routing.namespaces import Namespaces
 from epd.routing.reports import Report, read_namespace, read_report, writes_outputs
 from epd.routing.table import InstanceTable
@@ -118,26 +118,19 @@ class _MetricsPage(NamedTuple):
     writes_outputs: bool
 
 
-def poll_metrics(  # noqa: PLR0913, PLR0917 - its collaborators
+def poll_metrics(
     table: InstanceTable,
     namespaces: Namespaces,
     upstream: Upstream,
     config: ConfigFields,
     background: Background,
-    compared: Callable[[], bool] = lambda: False,
 ) -> AbstractAsyncContextManager[None]:
-    """Ask for metrics in the background, every `load_interval_s`, until the context exits.
-
-    All instances are asked if they have namespaces in a store, or if `compared` returns that loads
-    of different roles are compared. Encode instances in turns need no load otherwise.
-    """
+    """Ask for metrics in the background, every `load_interval_s`, until the context exits."""
     if not (interval_s := config.load_interval_s):
         return nullcontext()
-    balanced = set(Role) - ({Role.ENCODE} if config.encode_balance == "round_robin" else set())
 
     def due_instances() -> list[Instance]:
-        every = compared() or config.ec_store is not None
-        return table.reports_due(list(Role) if every else balanced, interval_s, single=every)
+        return table.reports_due(interval_s)
 
     async def ask_page(instance: Instance) -> _MetricsPage | None:
         page = await _page(instance, upstream, config.health_timeout_s)

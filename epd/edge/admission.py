@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Self
+from typing import Literal, Self
 
 from epd.config.sections import ConfigFields
 from epd.edge.tenant_use import RateLimiter, TenantUse
@@ -177,7 +177,7 @@ class AdmittedRequest(HeldBytes):
         self.grow(self.size + size)
 
     def try_add(self, size: int) -> bool:
-        if self._admission.find_room(self._use, size) is not None:
+        if self._admission.exceeded(self._use, size) is not None:
             return False
         self.set_size(self.size + size)
         return True
@@ -191,9 +191,8 @@ class AdmittedRequest(HeldBytes):
         """
         more = size - self.size
         if more > 0:
-            if (reason := self._admission.find_room(self._use, more)) is not None:
-                raise self._admission.refusal(reason)
-            self.set_size(self.size + more)  # which is less now if its own media made the room
+            self._admission.check_room(self._use, more)
+            self.set_size(size)
 
     def check_room(self, size: int) -> None:
         """Raise as `grow` does if there is no room for a body of this size. Nothing is counted."""
@@ -209,26 +208,10 @@ class AdmittedRequest(HeldBytes):
         self._use.body_bytes += added
         self.size = size
 
-    def may_give_up(self, size: int, give_up: Callable[[], None]) -> None:
-        """Offer counted bytes to requests that find no room; `give_up` is called at most once."""
-        self._admission.offers[self] = Offer(self._use, size, give_up)
-
-    def withdraw_offer(self) -> None:
-        self._admission.offers.pop(self, None)
-
     def release(self) -> None:
         """Stop counting the bytes: the body is no longer in memory."""
-        self.withdraw_offer()
         if self.size:
             self.set_size(0)
-
-
-class Offer(NamedTuple):
-    """Bytes of a request that it can do without, and the callback that frees them."""
-
-    use: TenantUse
-    size: int
-    give_up: Callable[[], None]
 
 
 class Admission:
@@ -238,7 +221,6 @@ class Admission:
         config: limits of all workers together.
         door: admitted and queued requests.
         body_bytes: bytes of all bodies in memory.
-        offers: requests that can do without some of their bytes, the oldest offer first.
         refused: number of rejected requests, by reason.
     """
 
@@ -259,7 +241,6 @@ class Admission:
         self._uses: dict[str, TenantUse] = {}
         self._new_use = new_use
         self.body_bytes = 0
-        self.offers: dict[AdmittedRequest, Offer] = {}
         self.refused: Counter[Reason] = Counter()
         # The process gets its share of places and bytes, and the limits of tenants. The workers
         # together keep the configured limits, for any distribution of the requests: they share the
@@ -308,41 +289,17 @@ class Admission:
         if ticket.where != "inside":
             raise self.refusal("queue_timeout" if ticket.where == "queue" else "queue_full")
 
-    def find_room(self, use: TenantUse, size: int) -> Reason | None:
-        """Make room for more bytes of a tenant, if necessary of the offers, the oldest first.
-
-        Return None, or the limit that they would exceed. Without offers, this is O(1).
-        """
-        while (reason := self._exceeded(use, size)) is not None:
-            everyone = reason == "body_bytes"
-            found = (pair for pair in self.offers.items() if everyone or pair[1].use is use)
-            if (oldest := next(found, None)) is None:
-                return reason
-            request, offer = oldest
-            del self.offers[request]
-            offer.give_up()
-            request.remove(offer.size)
-        return None
-
     def check_room(self, use: TenantUse, size: int) -> None:
         """Raise as `AdmittedRequest.check_room` does."""
-        reason = self._exceeded(use, size)
-        if reason is not None:
-            own = sum([offer.size for offer in self.offers.values() if offer.use is use])
-            every = sum([offer.size for offer in self.offers.values()])
-            reason = self._exceeded(use, size, own, every)
-        if reason is not None:
+        if (reason := self.exceeded(use, size)) is not None:
             raise self.refusal(reason)
 
-    def _exceeded(self, use: TenantUse, size: int, own: int = 0, every: int = 0) -> Reason | None:
-        """Return the limit that more bytes exceed, once these of the tenant, and of all, are free.
-
-        Return None if there is room.
-        """
+    def exceeded(self, use: TenantUse, size: int) -> Reason | None:
+        """Return the limit that more bytes of a tenant would exceed; None if there is room."""
         has_tenants = self.config.api_keys_file is not None
-        if has_tenants and use.body_bytes + size - own > self._tenant_max_bytes:
+        if has_tenants and use.body_bytes + size > self._tenant_max_bytes:
             return "tenant_bytes"
-        return "body_bytes" if self.body_bytes + size - every > self._max_bytes else None
+        return "body_bytes" if self.body_bytes + size > self._max_bytes else None
 
     def refusal(self, reason: Reason, retry_after_s: float = 1.0) -> TryLater:
         """Count a rejection, and return its error."""

@@ -124,13 +124,9 @@ class Connection(asyncio.Protocol):
         )
 
     async def send_request(
-        self,
-        head: bytes,
-        body: Sequence[bytes | memoryview],
-        until_s: float,
-        on_sent: Callable[[], None] | None = None,
+        self, head: bytes, body: Sequence[bytes | memoryview], until_s: float
     ) -> None:
-        """Send a request, call `on_sent`, and wait for the head of the answer."""
+        """Send a request, and wait for the head of the answer."""
         self.reused, self._requested = self._requested, True
         self._sent_s = None
         self.answer.start_answer()
@@ -145,8 +141,6 @@ class Connection(asyncio.Protocol):
                 await self._send(batch, until_s)
             del batch  # which refers to the whole body
         self._sent_s = self._loop.time()
-        if on_sent is not None:
-            on_sent()
         while not self.answer.status:
             await self._wait(until_s)
 

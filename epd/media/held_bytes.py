@@ -1,6 +1,5 @@
 """Interface of the counter of a request's memory."""
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 
@@ -23,12 +22,6 @@ class HeldBytes:
 
     def remove(self, size: int) -> None:
         """Stop counting some bytes."""
-
-    def may_give_up(self, size: int, give_up: Callable[[], None]) -> None:
-        """Offer counted bytes to requests that find no room; `give_up` then frees them."""
-
-    def withdraw_offer(self) -> None:
-        """End the offer of `may_give_up`, if there is one."""
 
     def separate_count(self) -> AbstractContextManager["HeldBytes"]:
         """Return a separate counter for the same tenant, valid until its context exits."""

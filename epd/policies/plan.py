@@ -13,12 +13,8 @@ from typing import Literal, NamedTuple, Protocol
 
 from epd.routing.instances import ANSWERING, Role
 
-DecodeChoice = Literal["late", "early"]
-"""When the decode instance is chosen: after prefill has answered, or before its request."""
-
-DecodeFrom = Literal["table", "header", "picker"]
-"""The origin of the decode instance's choice: the proxy's own table, the client's header, or an
-endpoint picker over HTTP."""
+DecodeFrom = Literal["table", "header"]
+"""The origin of the decode instance's choice: the proxy's own table, or the client's header."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +109,6 @@ class Course(NamedTuple):
         encode: whether its media go through the encode stage; else prefill or decode encode them.
         prefill: whether a prefill instance does prefill's part; else decode does both.
         prefill_url: URL of the only eligible prefill instance; None for any.
-        decode_from: origin of the decode instance's choice; None for the setting.
-        decode_choice: when decode is chosen; None for the setting.
         items: decides which items the encode stage leaves to prefill or decode; None for none.
         local: whether prefill or decode encodes all items that are not in the store, and writes
             them to it.
@@ -123,8 +117,6 @@ class Course(NamedTuple):
     encode: bool = True
     prefill: bool = True
     prefill_url: str | None = None
-    decode_from: DecodeFrom | None = None
-    decode_choice: DecodeChoice | None = None
     items: ItemRule | None = None
     local: bool = False
 

@@ -6,15 +6,13 @@ against them.
 """
 
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from importlib.metadata import entry_points
 from typing import Any
 
 from epd.policies.plan import (
     Cost,
     Course,
-    DecodeChoice,
-    DecodeFrom,
     EncodeLocal,
     EncodePD,
     EncodePrefillDecode,
@@ -24,7 +22,7 @@ from epd.policies.plan import (
     PrefillDecode,
     PrefillLocalDecodeRemote,
 )
-from epd.routing.instances import ANSWERING, Role
+from epd.routing.instances import Role
 
 GROUP = "epd.policies"
 """Entry points of this group are policies: dataclasses with a method `course`."""
@@ -94,24 +92,12 @@ def find_policy(name: str) -> Any:
 class Policies:
     """Policies in force, in order of precedence."""
 
-    def __init__(
-        self,
-        policies: Mapping[str, Policy],
-        decode_from: DecodeFrom = "table",
-        decode_choice: DecodeChoice = "late",
-    ) -> None:
-        """Set the policies by name, and the default choice of decode instances."""
+    def __init__(self, policies: Mapping[str, Policy]) -> None:
+        """Set the policies by name."""
         self._policies = policies
-        self._decode_from: DecodeFrom = decode_from
-        self._decode_choice: DecodeChoice = decode_choice
         # Courses by kind of request, if no policy distinguishes requests of one kind.
         by_kind = all(map(_decides_by_kind, policies.values()))
         self._courses: dict[Hashable, tuple[str, Course] | None] | None = {} if by_kind else None
-
-    @property
-    def compares_costs(self) -> bool:
-        """Whether a policy compares the load of instances of different roles."""
-        return any(hasattr(policy, "place_item") for policy in self._policies.values())
 
     def choose_policy(self, facts: Facts) -> tuple[str, Course] | None:
         """Return the first policy that applies to a request, with its course; None without one."""
@@ -122,17 +108,9 @@ class Policies:
         return self._courses[kind]
 
     def _decide(self, facts: Facts) -> tuple[str, Course] | None:
-        seen = facts
-        if self._decode_from != "table" and facts.roles.isdisjoint(ANSWERING):
-            # A client or a picker names decode instances, so the table may have none.
-            roles = facts.roles | {Role.DECODE}
-            seen = replace(facts, roles=roles, measure=lambda: facts.prompt_tokens)
         for name, policy in self._policies.items():
-            if (course := policy.course(seen)) is not None:
-                return name, course._replace(
-                    decode_from=course.decode_from or self._decode_from,
-                    decode_choice=course.decode_choice or self._decode_choice,
-                )
+            if (course := policy.course(facts)) is not None:
+                return name, course
         return None
 
     def check_suited(self, roles: frozenset[Role], *, pushed: bool) -> None:

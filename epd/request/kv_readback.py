@@ -15,13 +15,14 @@ from epd.conversations.conversations import Conversations
 from epd.conversations.prompts import PromptQuestion, prompt_of
 from epd.conversations.turn import Basis, HeldBlocks, Turn
 from epd.errors import ProxyError, UpstreamDied, UpstreamTimeout
+from epd.request.recovery import Attempt
 from epd.request.request import Request
 from epd.request.stages import Stages
 from epd.routing.health import HealthState
 from epd.routing.instances import ANSWERING, Instance
 from epd.routing.table import InstanceTable
 from epd.transfer import Params
-from epd.transfer.encoded import EncodedItem, Prompt
+from epd.transfer.encoded import EncodedItem
 from epd.transfer.kv import Handover, KVTransfer
 from epd.transfer.nixl import engine_of, shorten_params
 
@@ -87,7 +88,7 @@ class Readbacks:
         await self._conversations.begin_turn(turn, usable)
 
     async def previous_params(
-        self, request: Request, turn: Turn, prompt: Prompt, prefill: Instance
+        self, request: Request, turn: Turn, attempt: Attempt, prefill: Instance
     ) -> Params | None:
         """Return `kv_transfer_params` of the previous turn; None if this prefill can use none.
 
@@ -97,8 +98,8 @@ class Readbacks:
         if not self._transfer.bidirectional:
             return None
         blocks, turn.blocks = turn.blocks, None
-        question = prompt_of(prompt.body, request.endpoint.tokenized)
-        turn.basis = None if question is None else _basis(question, prompt.encoded_items)
+        question = prompt_of(attempt.prompt.body, request.endpoint.tokenized)
+        turn.basis = None if question is None else _basis(question, attempt.encoded_items or ())
         if blocks is None:
             return None
         if not self._rests.may_read(prefill.url, blocks.engine):

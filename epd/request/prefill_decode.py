@@ -10,22 +10,19 @@ from epd.aio import end_tasks, errors_of
 from epd.api.usage import Usage
 from epd.conversations.turn import Turn
 from epd.encoder_cache.claims import MakerClaims
-from epd.errors import NoInstance, ProxyError, Stage, SuspectedFatal, UpstreamDied, slug_of
-from epd.request.decoders import Decoders
+from epd.errors import ProxyError, Stage, SuspectedFatal, UpstreamDied, slug_of
+from epd.request.choices import Choices
 from epd.request.kv_peers import PeerRegistry
 from epd.request.kv_readback import Readbacks
 from epd.request.recovery import Attempt
 from epd.request.request import Request
 from epd.request.stages import Stages
-from epd.routing.balance import Choice
 from epd.routing.fatal import FatalRequests
-from epd.routing.instances import Instance, Role
+from epd.routing.instances import Instance
 from epd.routing.prefix import NO_PREFIX, Prefix
-from epd.routing.recent_items import BY_CONTENT, RecentItems
 from epd.routing.table import NO_WORK, InFlight, InstanceTable, Reservation
 from epd.routing.watched import Watched
 from epd.transfer import with_params
-from epd.transfer.encoded import Prompt
 from epd.transfer.kv import Handover, KVTransfer
 from epd.upstream import Reply
 
@@ -98,18 +95,12 @@ class PrefillDecodeStages:
     """Runner of prefill and decode of an attempt."""
 
     _table: InstanceTable
-    _prefills: Choice
+    _choices: Choices
     _stages: Stages
     _transfer: KVTransfer
     _peers: PeerRegistry | None
-    _decoders: Decoders
     _readbacks: Readbacks
     _fatal: FatalRequests
-    _recent: RecentItems
-
-    def has_untried_prefill(self, attempt: Attempt, tried: Sequence[Instance]) -> bool:
-        """Return whether there is an eligible prefill instance that has not had the request."""
-        return attempt.course.prefill_url is None and self._prefills.has_untried(tried)
 
     async def choose_first(self, request: Request, attempt: Attempt, prefix: Prefix) -> Reservation:
         """Choose the instance that computes the prompt: prefill, or decode alone.
@@ -120,46 +111,37 @@ class PrefillDecodeStages:
         if request.turn is not None:
             await self._readbacks.begin_turn(request.turn)
         if needs_prefill(request, attempt):
-            prefix = _for_prefill(request, prefix)
-            return self._table.reserve_place(
-                self._prefill_instance(request, attempt, prefix), prefix=prefix
-            )
-        decode = await self._decoders.pick_instance(request, attempt, prefix)
-        return self._table.reserve_place(decode, prefix=_for_decode(request, prefix))
+            instance = self._choices.choose_prefill(request, attempt, prefix)
+            return self._table.reserve_place(instance, prefix=_for_prefill(request, prefix))
+        instance = self._choices.choose_decode(request, attempt, prefix)
+        return self._table.reserve_place(instance, prefix=_for_decode(request, prefix))
 
-    async def make_handover(
-        self, request: Request, attempt: Attempt, prompt: Prompt, first: Reservation
-    ) -> Handover:
+    async def prepare(self, request: Request, attempt: Attempt, handover: Handover) -> bool:
         """Collect what prefill and decode need to know of each other.
+
+        Return whether they run at the same time.
 
         Raises:
             ProxyError: no instance is available, or a request to one failed.
         """
-        request_id = request.child_id() if attempt.resent else request.id
-        handover = Handover(request_id, first.instance, first.rank)
         if request.turn is not None:
             try:
                 handover.earlier = await self._readbacks.previous_params(
-                    request, request.turn, prompt, handover.prefill
+                    request, request.turn, attempt, handover.prefill
                 )
             except UpstreamDied as error:
-                final = self._final_error(error, handover.prefill, request, prompt)
-                raise final from error.__cause__
-        if attempt.course.decode_choice == "early" or self._transfer.eager:
-            handover.decode = await self._decoders.pick_instance(
-                request, attempt, prompt.prefix, handover.prefill
+                raise self._final_error(request, attempt, handover.prefill, error) from (
+                    error.__cause__
+                )
+        if self._transfer.eager:
+            handover.decode = self._choices.choose_decode(
+                request, attempt, attempt.prompt.prefix, handover.prefill
             )
         if self._peers is not None:
             handover.peer = await self._peers.params_for(handover)
-        return handover
-
-    def at_once(self, handover: Handover) -> bool:
-        """Return whether prefill and decode run at the same time."""
         return self._transfer.decode_concurrent(handover)
 
-    async def prefill(
-        self, request: Request, attempt: Attempt, prompt: Prompt, handover: Handover
-    ) -> None:
+    async def prefill(self, request: Request, attempt: Attempt, handover: Handover) -> None:
         """Send the request to prefill. If decode is chosen already, reserve its place.
 
         Raises:
@@ -167,24 +149,18 @@ class PrefillDecodeStages:
         """
         decode = handover.decode
         with nullcontext() if decode is None else self._table.reserve_place(decode):
-            await self._prefill(request, attempt, prompt, handover)
+            await self._prefill(request, attempt, handover)
         handover.prefilled = True
 
-    async def decode(  # noqa: PLR0913 - all describe one request
-        self,
-        request: Request,
-        attempt: Attempt,
-        prompt: Prompt,
-        instance: Instance,
-        handover: Handover | None = None,
-        *,
-        rank: int | None = None,
+    async def decode(
+        self, request: Request, attempt: Attempt, instance: Instance, rank: int | None = None
     ) -> DecodeAnswer:
         """Return decode's answer, opened. Without a handover, decode prefills the request.
 
         Raises:
             ProxyError: the instance failed, or rejected the request.
         """
+        prompt, handover = attempt.prompt, attempt.handover
         work, prefill = prompt.work, None
         if handover is not None:
             work, prefill = NO_WORK, handover.prefill
@@ -203,12 +179,12 @@ class PrefillDecodeStages:
             using.end_request(error)
             if not isinstance(error, ProxyError):
                 raise
-            loads = _may_lack_state("decode", attempt, prompt, loads_blocks=handover is not None)
+            loads = _may_lack_state("decode", attempt, loads_blocks=handover is not None)
             names = prompt.named and handover is None
             request.doubts.add(error, using, loads=loads, names=names)
             if handover is not None:
                 self._forget_peer(handover, error)
-            raise self._final_error(error, instance, request, prompt) from error.__cause__
+            raise self._final_error(request, attempt, instance, error) from error.__cause__
         using.record_answer()
         request.doubts.settle(instance)
         if request.turn is not None:
@@ -222,16 +198,11 @@ class PrefillDecodeStages:
             using,
             self._fatal,
             request.watched,
-            prompt.local_identities,
+            attempt.local_identities,
         )
 
     async def prefill_and_decode(
-        self,
-        request: Request,
-        attempt: Attempt,
-        prompt: Prompt,
-        decode: Instance,
-        handover: Handover,
+        self, request: Request, attempt: Attempt, decode: Instance, handover: Handover
     ) -> DecodeAnswer:
         """Decode while prefill runs. Decode's head may precede its tokens by a long time.
 
@@ -239,8 +210,8 @@ class PrefillDecodeStages:
             ProxyError: the first failure of the two.
         """
         handover.params = self._transfer.decode_params(handover, {})
-        prefilling = asyncio.create_task(self._prefill(request, attempt, prompt, handover))
-        decoding = asyncio.create_task(self.decode(request, attempt, prompt, decode, handover))
+        prefilling = asyncio.create_task(self._prefill(request, attempt, handover))
+        decoding = asyncio.create_task(self.decode(request, attempt, decode))
         try:
             await wait_both(prefilling, decoding)
         except BaseException as error:
@@ -252,62 +223,30 @@ class PrefillDecodeStages:
         answer.usage = handover.usage
         return answer
 
-    def _prefill_instance(self, request: Request, attempt: Attempt, prefix: Prefix) -> Instance:
-        url = attempt.course.prefill_url
-        if url is None:
-            attracted = attempt.course.local and request.config.prefill_balance not in BY_CONTENT
-            items = [item.identity for item in request.items] if attracted else []
-            prefer = None if request.turn is None else request.turn.prefers_prefill
-            if items:
-                prefer = prefer or self._recent.nearest_url(items)
-            instance = request.watched.choose_instance(
-                "prefill",
-                lambda fits: self._prefills.best_instance(
-                    attempt.avoided_prefills,
-                    balance=request.config.prefill_balance,
-                    session=request.session,
-                    prefix=prefix,
-                    prefer=prefer,
-                    fits=fits,
-                ),
-            )
-            if items:
-                self._recent.record(items, instance.url)
-            return instance
-        if (local := self._table.find_instance(url, Role.PREFILL)) is None:
-            raise NoInstance(
-                "the prefill instance beside the proxy is not in the instance table; register it",
-                slug="no_prefill",
-                stage="prefill",
-            )
-        return local
-
-    async def _prefill(
-        self, request: Request, attempt: Attempt, prompt: Prompt, handover: Handover
-    ) -> None:
-        instance = handover.prefill
+    async def _prefill(self, request: Request, attempt: Attempt, handover: Handover) -> None:
+        instance, prompt = handover.prefill, attempt.prompt
         using = self._table.track_request(
             instance,
             rank=handover.prefill_rank,
             prefix=_for_prefill(request, prompt.prefix),
             work=prompt.work,
         )
+        reads_back = handover.earlier is not None
         try:
             with using:
                 request.record.add_prefix(using.matched)
                 replied = await self._stages.prefill(self._transfer, handover, prompt, request)
         except ProxyError as error:
-            loads_blocks = handover.earlier is not None
-            loads = _may_lack_state("prefill", attempt, prompt, loads_blocks=loads_blocks)
+            loads = _may_lack_state("prefill", attempt, loads_blocks=reads_back)
             request.doubts.add(error, using, loads=loads, names=prompt.named)
             self._forget_peer(handover, error)
-            if handover.earlier is not None:
+            if reads_back:
                 self._readbacks.record_result(handover, error)
-            raise self._final_error(error, instance, request, prompt) from error.__cause__
+            raise self._final_error(request, attempt, instance, error) from error.__cause__
         request.doubts.settle(instance)
         if self._peers is not None:
             self._peers.learn_facts(handover, replied)
-        if handover.earlier is not None:
+        if reads_back:
             self._readbacks.record_result(handover)
 
     def _forget_peer(self, handover: Handover, error: ProxyError) -> None:
@@ -316,10 +255,10 @@ class PrefillDecodeStages:
             self._peers.forget_instance(handover.prefill)
 
     def _final_error(
-        self, error: ProxyError, instance: Instance, request: Request, prompt: Prompt
+        self, request: Request, attempt: Attempt, instance: Instance, error: ProxyError
     ) -> ProxyError:
         """Return the final error of an attempt, after counting a death of its instance."""
-        items = prompt.local_identities
+        items = attempt.local_identities
         return self._fatal.final_error(error, instance, request.watched, items)
 
 
@@ -331,12 +270,12 @@ def _for_decode(request: Request, prefix: Prefix) -> Prefix:
     return prefix if request.config.decode_balance == "content" else NO_PREFIX
 
 
-def _may_lack_state(stage: Stage, attempt: Attempt, prompt: Prompt, *, loads_blocks: bool) -> bool:
+def _may_lack_state(stage: Stage, attempt: Attempt, *, loads_blocks: bool) -> bool:
     """Return whether a 500 of this stage may mean that an entry or KV blocks are missing.
 
     Only the first 500 of a stage may.
     """
-    return (prompt.depends or loads_blocks) and stage not in attempt.failures
+    return (attempt.prompt.depends or loads_blocks) and stage not in attempt.failures
 
 
 async def wait_both(prefilling: asyncio.Task[None], decoding: asyncio.Task[Any]) -> None:

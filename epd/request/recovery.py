@@ -5,22 +5,22 @@ docs/decisions/011-trying-again.md.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from http import HTTPStatus
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from epd.errors import MediaFetchFailed, ProxyError, Stage, UpstreamTimeout, UpstreamUnreachable
-from epd.policies.plan import Course, Facts
+from epd.policies.plan import Course
 from epd.routing.instances import Instance
+from epd.routing.table import Reservation
 from epd.transfer.encoded import EncodedItem, Prompt
 from epd.transfer.kv import Handover
 
-MAX_PREFILLS = 2
-"""Failures of prefill after which it is not retried; unreachable instances do not count."""
+MAX_FAILURES = 2
+"""Failures of prefill, and of decode, after which the stage is not retried; unreachable instances
+do not count."""
 
-MAX_DECODES = 2
-"""Failures of decode after which it is not retried; unreachable instances do not count."""
-
-MAX_ATTEMPTS = 6 + MAX_PREFILLS + MAX_DECODES
+MAX_ATTEMPTS = 6 + 2 * MAX_FAILURES
 """Six more attempts are possible: after a prefill that could not read the blocks of an earlier
 turn, after an instance rejected metadata in place of media, after a lost entry, without the names
 of media, at the prefill instance that lacked an entry, and at a decode instance that lacked
@@ -54,28 +54,24 @@ def retry_delay_s(error: ProxyError, *, others: bool, patience_s: float = 0.0) -
     return 0.0 if error.repeatable else None
 
 
-class Encodings(NamedTuple):
-    """One encoder output for each item of a request, and the consumer's namespace, if known."""
-
-    encoded_items: Sequence[EncodedItem] = ()
-    namespace: str | None = None
+NO_PROMPT = Prompt({})
 
 
-NO_ENCODINGS = Encodings()
+@dataclass(slots=True)
+class Attempt:
+    """How a request is sent once, and what the steps of this attempt have gathered.
 
-
-class Attempt(NamedTuple):
-    """How a request is sent once. `next_attempt` derives the next one.
+    `next_attempt` makes the next one of a failed one. `Pipeline` sets the fields from `namespace`
+    on, step by step.
 
     Attributes:
-        facts: facts by which the policies decided the course.
+        named: the decode instance that the client names; None for any.
         avoided_prefills: prefill instances to which any other is preferred: they were chosen
             before, and may be at fault.
         avoided_decodes: decode instances to which any other is preferred, for the same reason.
         failures: stages that failed before. An unreachable instance does not count.
         doubtful: an instance that may have failed because of a missing entry or block, so that an
             earlier stage may be at fault.
-        encodings: encoder outputs of an earlier attempt.
         resent: whether a prefill instance had the request before. The request then gets a new id,
             because connectors must not confuse the attempts.
         reencode: whether entries may be lost: items without outputs of an earlier attempt are
@@ -84,64 +80,70 @@ class Attempt(NamedTuple):
         unnamed: whether all media are sent without names, so that the consumer encodes them: it
             may have cached a name without its media, and lack the entry.
         without_prefill: whether decode does prefill's work.
+        encoded_items: an encoder output for each item, from this attempt or an earlier one; None
+            before the first encode.
+        namespace: namespace of the consumer for which they were encoded, if known.
+        prompt: the request for prefill and decode; `NO_PROMPT` until the items are encoded.
+        first: place at the instance that computes the prompt: prefill, or decode alone.
+        handover: the prefill instance with its facts for decode; None without prefill.
     """
 
     course: Course
-    facts: Facts
+    named: Instance | None = None
     avoided_prefills: tuple[Instance, ...] = ()
     avoided_decodes: tuple[Instance, ...] = ()
     failures: tuple[Stage, ...] = ()
     doubtful: Instance | None = None
-    encodings: Encodings | None = None
     resent: bool = False
     reencode: bool = False
     raw: bool = False
     unnamed: bool = False
     without_prefill: bool = False
+    encoded_items: Sequence[EncodedItem] | None = None
+    namespace: str | None = None
+    prompt: Prompt = field(default=NO_PROMPT, init=False)
+    first: Reservation | None = field(default=None, init=False)
+    handover: Handover | None = field(default=None, init=False)
 
+    @property
+    def local_identities(self) -> Sequence[str]:
+        """Identities of the items that prefill or decode encode themselves."""
+        items = self.encoded_items or ()
+        return [known.item.identity for known in items if known.result == "local"]
 
-NO_PROMPT = Prompt({})
+    @property
+    def tried_prefills(self) -> tuple[Instance, ...]:
+        """The avoided prefill instances, and the one that was chosen."""
+        chosen = () if self.handover is None else (self.handover.prefill,)
+        return (*self.avoided_prefills, *chosen)
+
+    @property
+    def tried_decodes(self) -> tuple[Instance, ...]:
+        """The avoided decode instances, and the one that was chosen."""
+        if self.handover is not None:
+            chosen = self.handover.decode
+        else:
+            chosen = None if self.first is None else self.first.instance
+        return self.avoided_decodes if chosen is None else (*self.avoided_decodes, chosen)
 
 
 class FailedAttempt(NamedTuple):
-    """Failed attempt: what its steps before the failure gathered, and the remaining options.
+    """Failed attempt.
 
     Attributes:
-        encodings: encoder outputs of the items; None if a step up to the encode failed.
-        prompt: the request for prefill and decode; `NO_PROMPT` until the items are encoded.
-        prefill: the prefill instance that was chosen; None if none was.
-        handover: the prefill instance with its facts for decode; None until it is made.
-        decode: the decode instance that was chosen; None if none was.
-        other_prefills: whether there is a prefill instance that has not had the request.
-        other_decodes: whether there is such a decode instance.
+        others: whether there is an instance of the failed stage that has not had the request.
         may_prefill_locally: whether decode may do prefill's work (`--on-prefill-failure local`).
     """
 
     attempt: Attempt
     error: ProxyError
-    encodings: Encodings | None = None
-    prompt: Prompt = NO_PROMPT
-    prefill: Instance | None = None
-    handover: Handover | None = None
-    decode: Instance | None = None
-    other_prefills: bool = False
-    other_decodes: bool = False
+    others: bool = False
     may_prefill_locally: bool = False
 
     @property
-    def tried_prefills(self) -> tuple[Instance, ...]:
-        """The prefill instances that this attempt avoids, and the one that was chosen in it."""
-        avoided = self.attempt.avoided_prefills
-        return avoided if self.prefill is None else (*avoided, self.prefill)
-
-    @property
-    def failed_decodes(self) -> tuple[Instance, ...]:
-        """The decode instances that this attempt avoids, and the one that failed in it."""
-        avoided, decode = self.attempt.avoided_decodes, self.decode
-        return avoided if decode is None or self.error.stage != "decode" else (*avoided, decode)
-
-    def failed_at(self, stage: Stage) -> bool:
-        return self.error.stage == stage
+    def at_prefill(self) -> bool:
+        """Whether prefill failed, and not decode."""
+        return self.error.stage == "prefill"
 
     @property
     def failures(self) -> tuple[Stage, ...]:
@@ -151,33 +153,28 @@ class FailedAttempt(NamedTuple):
         return before if unreached else (*before, self.error.stage)
 
     @property
-    def reads_back(self) -> bool:
-        """Whether prefill was asked to read decode's blocks of the previous turn."""
-        return self.handover is not None and self.handover.earlier is not None
+    def stage_failures(self) -> int:
+        """Number of failures of the failed stage."""
+        return self.failures.count(self.error.stage)
 
-    @property
-    def can_repeat(self) -> bool:
-        """Whether an instance of the failed stage may succeed."""
-        others = self.other_prefills if self.failed_at("prefill") else self.other_decodes
-        return retry_delay_s(self.error, others=others) is not None
-
-    @property
-    def base_attempt(self) -> Attempt:
-        """The next attempt, unless a rule changes more: it avoids the instances chosen before."""
-        attempt, decodes, doubtful = self.attempt, self.failed_decodes, self.attempt.doubtful
-        if self.error.engine_failed and self.failed_at("decode"):
+    def following(self, **changes: Any) -> Attempt:
+        """Return the next attempt with these changes. It avoids the instances chosen before."""
+        attempt, doubtful = self.attempt, self.attempt.doubtful
+        prefills, decodes = attempt.tried_prefills, attempt.avoided_decodes
+        if not self.at_prefill:
+            decodes = attempt.tried_decodes
+        if self.error.engine_failed and not self.at_prefill:
             doubtful = decodes[-1]
-        elif self.error.engine_failed and self.prompt.depends:
-            doubtful = self.prefill
-        return attempt._replace(
-            avoided_prefills=self.tried_prefills,
-            avoided_decodes=decodes,
-            failures=self.failures,
-            doubtful=doubtful,
-            # An attempt that failed before its encode has no encoder outputs to reuse.
-            encodings=attempt.encodings if self.encodings is None else self.encodings,
-            resent=attempt.resent or self.prefill is not None,
-        )
+        elif self.error.engine_failed and attempt.prompt.depends:
+            doubtful = prefills[-1]
+        values: dict[str, Any] = {
+            "avoided_prefills": prefills,
+            "avoided_decodes": decodes,
+            "failures": self.failures,
+            "doubtful": doubtful,
+            "resent": attempt.resent or attempt.handover is not None,
+        }
+        return replace(attempt, **values | changes)
 
 
 Failure = TypeVar("Failure")
@@ -200,51 +197,49 @@ def _decide(rules: Sequence[Rule[Failure, Next]], failure: Failure) -> Next | No
 
 
 def _metadata_refused(failure: FailedAttempt) -> bool:
-    attempt, encodings = failure.attempt, failure.encodings
+    attempt = failure.attempt
     return (
         failure.error.answered == HTTPStatus.BAD_REQUEST
-        and len(failure.prompt.bare) > 0
+        and len(attempt.prompt.bare) > 0
         and not (attempt.raw or attempt.reencode)
-        and encodings is not None
-        and all(encoded_item.item.has_media for encoded_item in encodings.encoded_items)
+        and all(encoded_item.item.has_media for encoded_item in attempt.encoded_items or ())
     )
 
 
 def _media_lost(failure: FailedAttempt) -> bool:
     """Return whether the consumer may have had neither an entry nor, in its cache, the media."""
-    prefills = failure.failures.count("prefill")
-    if failure.failed_at("prefill") and prefills >= MAX_PREFILLS and failure.may_prefill_locally:
+    attempt, prompt = failure.attempt, failure.attempt.prompt
+    replaceable = failure.at_prefill and failure.may_prefill_locally
+    if replaceable and failure.stage_failures >= MAX_FAILURES:
         return False
-    consumer_failed = failure.failed_at("prefill") or failure.handover is None
+    consumer_failed = failure.at_prefill or attempt.handover is None
     lost = consumer_failed and failure.error.engine_failed and not failure.error.died
-    prompt = failure.prompt
-    return lost and prompt.named and not (prompt.depends or failure.attempt.unnamed)
+    return lost and prompt.named and not (prompt.depends or attempt.unnamed)
 
 
-def _prefill_again(failure: FailedAttempt) -> bool:
-    few = failure.failures.count("prefill") < MAX_PREFILLS
-    # Unreachable instances do not count, but the attempts at decode are reserved.
-    chosen = len(failure.attempt.avoided_prefills) + 1
-    few &= chosen < MAX_ATTEMPTS - MAX_DECODES or not failure.may_prefill_locally
-    # Not on the only instance, which has just died of the request, if decode can prefill.
-    only = failure.error.died and not failure.other_prefills and failure.may_prefill_locally
-    return failure.failed_at("prefill") and few and not only and failure.can_repeat
+def _stage_again(failure: FailedAttempt) -> bool:
+    """Return whether the failed stage has tries left, and an instance of it may succeed."""
+    error, attempt = failure.error, failure.attempt
+    if failure.stage_failures >= MAX_FAILURES:
+        return False
+    if failure.at_prefill and failure.may_prefill_locally:
+        # Unreachable instances do not count, but the attempts at decode are reserved.
+        reserved = len(attempt.avoided_prefills) + 1 >= MAX_ATTEMPTS - MAX_FAILURES
+        # Not on the only instance, which has just died of the request.
+        if reserved or (error.died and not failure.others):
+            return False
+    # After a prefill, KV blocks may be lost, as with vLLM's `kv_load_failure_policy` "fail".
+    if error.engine_failed and not failure.at_prefill and attempt.handover is not None:
+        return True
+    return retry_delay_s(error, others=failure.others) is not None
 
 
-def _may_decode_again(failure: FailedAttempt) -> bool:
-    return failure.failed_at("decode") and failure.failures.count("decode") < MAX_DECODES
-
-
-def _doubtful_prefill_is_left(failure: FailedAttempt) -> bool:
-    attempt = failure.attempt
-    left = attempt.doubtful in attempt.avoided_prefills and not failure.error.engine_failed
-    return failure.failed_at("prefill") and failure.error.retryable and left
-
-
-def _doubtful_decode_is_left(failure: FailedAttempt) -> bool:
-    attempt, late = failure.attempt, isinstance(failure.error, UpstreamTimeout)
-    left = attempt.doubtful in attempt.avoided_decodes and not failure.error.engine_failed
-    return failure.failed_at("decode") and failure.error.retryable and left and not late
+def _doubtful_is_left(failure: FailedAttempt) -> bool:
+    attempt, error = failure.attempt, failure.error
+    avoided = attempt.avoided_prefills if failure.at_prefill else attempt.avoided_decodes
+    if not failure.at_prefill and isinstance(error, UpstreamTimeout):
+        return False
+    return error.retryable and not error.engine_failed and attempt.doubtful in avoided
 
 
 def _encoded_again(failure: FailedAttempt) -> Attempt:
@@ -253,27 +248,24 @@ def _encoded_again(failure: FailedAttempt) -> Attempt:
     The instance that lacked one is not avoided if all others have had the request: they failed for
     other reasons.
     """
-    attempt = failure.base_attempt._replace(reencode=True, encodings=None)
-    before = failure.attempt
-    if failure.failed_at("prefill") and not failure.other_prefills:
-        return attempt._replace(avoided_prefills=before.avoided_prefills)
-    if failure.failed_at("decode") and not failure.other_decodes:
-        return attempt._replace(avoided_decodes=before.avoided_decodes)
+    attempt = failure.following(reencode=True, encoded_items=None)
+    if failure.others:
+        return attempt
+    if failure.at_prefill:
+        attempt.avoided_prefills = failure.attempt.avoided_prefills
+    else:
+        attempt.avoided_decodes = failure.attempt.avoided_decodes
     return attempt
 
 
-def _not_counted(failure: FailedAttempt) -> Attempt:
-    """Return the next attempt, without counting this one as a failure of its stage."""
-    return failure.base_attempt._replace(failures=failure.attempt.failures)
-
-
 def _without_doubt(failure: FailedAttempt) -> Attempt:
-    attempt = failure.base_attempt
-    prefills, decodes = (
-        tuple(instance for instance in avoided if instance != attempt.doubtful)
+    attempt = failure.following(doubtful=None)
+    doubtful = failure.attempt.doubtful
+    attempt.avoided_prefills, attempt.avoided_decodes = (
+        tuple(instance for instance in avoided if instance != doubtful)
         for avoided in (attempt.avoided_prefills, attempt.avoided_decodes)
     )
-    return attempt._replace(avoided_prefills=prefills, avoided_decodes=decodes, doubtful=None)
+    return attempt
 
 
 RULES: Sequence[Rule[FailedAttempt, Attempt]] = (
@@ -281,9 +273,13 @@ RULES: Sequence[Rule[FailedAttempt, Attempt]] = (
         "prefill fails while it reads decode's blocks of the previous turn",
         "prefill computes them; the same instance may be chosen",
         lambda failure: (
-            failure.failed_at("prefill") and failure.reads_back and failure.error.worked
+            failure.at_prefill
+            and failure.error.worked
+            and failure.attempt.handover is not None
+            and failure.attempt.handover.earlier is not None
         ),
-        lambda failure: _not_counted(failure)._replace(
+        lambda failure: failure.following(
+            failures=failure.attempt.failures,
             avoided_prefills=failure.attempt.avoided_prefills,
             doubtful=failure.attempt.doubtful,
         ),
@@ -292,13 +288,15 @@ RULES: Sequence[Rule[FailedAttempt, Attempt]] = (
         "prefill or decode answers 400 to metadata in place of media",
         "the request is sent again with its media",
         _metadata_refused,
-        lambda failure: _not_counted(failure)._replace(raw=True),
+        lambda failure: failure.following(failures=failure.attempt.failures, raw=True),
     ),
     Rule(
         "prefill or decode answers 500 to a request that names encoder outputs, the first time",
         "all items are encoded again, and their media are sent too",
         lambda failure: (
-            failure.error.engine_failed and failure.prompt.depends and not failure.attempt.reencode
+            failure.error.engine_failed
+            and failure.attempt.prompt.depends
+            and not failure.attempt.reencode
         ),
         _encoded_again,
     ),
@@ -307,53 +305,31 @@ RULES: Sequence[Rule[FailedAttempt, Attempt]] = (
         "the media are sent without names: an instance that has cached a name without its media, "
         "and cannot read the entry, encodes them",
         _media_lost,
-        lambda failure: failure.base_attempt._replace(
-            unnamed=True, doubtful=failure.attempt.doubtful
-        ),
+        lambda failure: failure.following(unnamed=True, doubtful=failure.attempt.doubtful),
     ),
     Rule(
-        f"prefill fails, fewer than {MAX_PREFILLS} times, and an instance may succeed",
-        "another prefill instance, or the only one; with `--on-prefill-failure local`, "
-        f"{MAX_ATTEMPTS - MAX_DECODES} are chosen at most",
-        _prefill_again,
-        lambda failure: failure.base_attempt,
+        f"prefill or decode fails, fewer than {MAX_FAILURES} times, and an instance may succeed, "
+        "or decode may have lost its KV blocks: it answered 500 after a prefill",
+        "another instance, or the only one, of decode not after a timeout; with "
+        f"`--on-prefill-failure local`, {MAX_ATTEMPTS - MAX_FAILURES} prefill instances are "
+        "chosen at most",
+        _stage_again,
+        FailedAttempt.following,
     ),
     Rule(
-        "prefill fails, and another instance may have failed only because an entry was lost",
-        "that other prefill instance, because the entry has been encoded again",
-        _doubtful_prefill_is_left,
+        "prefill or decode fails, decode without a timeout, and another may have failed only "
+        "because of lost state",
+        "that other instance, because entry or KV blocks have been computed again",
+        _doubtful_is_left,
         _without_doubt,
     ),
     Rule(
         "prefill fails otherwise, with `--on-prefill-failure local`",
         "decode prefills the request itself",
         lambda failure: (
-            failure.failed_at("prefill") and failure.may_prefill_locally and failure.error.retryable
+            failure.at_prefill and failure.may_prefill_locally and failure.error.retryable
         ),
-        lambda failure: failure.base_attempt._replace(without_prefill=True),
-    ),
-    Rule(
-        f"decode answers 500 after a prefill, fewer than {MAX_DECODES} times",
-        "prefill and decode again: the KV blocks may have been lost",
-        # As with vLLM's `kv_load_failure_policy` "fail".
-        lambda failure: (
-            _may_decode_again(failure)
-            and failure.error.engine_failed
-            and failure.handover is not None
-        ),
-        lambda failure: failure.base_attempt,
-    ),
-    Rule(
-        f"decode fails, fewer than {MAX_DECODES} times, and one may succeed",
-        "another decode instance, or the only one, but not after a timeout",
-        lambda failure: _may_decode_again(failure) and failure.can_repeat,
-        lambda failure: failure.base_attempt,
-    ),
-    Rule(
-        "decode fails without a timeout, and another may have failed only because of lost state",
-        "that other decode instance, because entry or KV blocks have been computed again",
-        _doubtful_decode_is_left,
-        _without_doubt,
+        lambda failure: failure.following(without_prefill=True),
     ),
 )
 """Rows in order of precedence. The client receives failures of other stages, and failures without a

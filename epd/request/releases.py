@@ -10,14 +10,13 @@ from dataclasses import dataclass, field
 from epd.aio import end_tasks
 from epd.api.items import Body
 from epd.errors import ProxyError
-from epd.request.decoders import Decoders
+from epd.request.choices import Choices
 from epd.request.recovery import Attempt
 from epd.request.request import Request
 from epd.request.stages import RELEASE_TIMEOUT_S, Stages
 from epd.routing.fatal import FatalRequests
 from epd.routing.instances import Instance
 from epd.transfer import with_params
-from epd.transfer.encoded import Prompt
 from epd.transfer.kv import Handover, KVTransfer
 
 
@@ -28,7 +27,7 @@ class Releases:
     _stages: Stages
     _transfer: KVTransfer
     _fatal: FatalRequests
-    _decoders: Decoders
+    _choices: Choices
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def aclose(self) -> None:
@@ -39,25 +38,18 @@ class Releases:
         await end_tasks(tasks)
 
     def release_unread(
-        self,
-        request: Request,
-        attempt: Attempt,
-        prompt: Prompt,
-        handover: Handover,
-        error: BaseException,
+        self, request: Request, attempt: Attempt, handover: Handover, error: BaseException
     ) -> None:
         """Release the blocks of a handover that ended in this error before decode read them."""
         if not self._transfer.released or not _are_held(request, handover, error):
             return
-        tried = attempt.avoided_decodes
-        if handover.decode is not None:
-            tried = (*tried, handover.decode)
+        tried = attempt.tried_decodes
         # The instance that received the request, or another one if that failed.
         instance = tried[-1] if tried else None
         if isinstance(error, ProxyError) or instance is None:
-            instance = self._decoders.choose_release_instance(tried, request) or instance
+            instance = self._choices.choose_release_instance(tried, request) or instance
         if instance is not None:
-            body = with_params(prompt.body, handover.params)
+            body = with_params(attempt.prompt.body, handover.params)
             task = asyncio.create_task(self._release(instance, body, request))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -74,17 +66,14 @@ class Releases:
 def _are_held(request: Request, handover: Handover, error: BaseException) -> bool:
     """Return whether prefill holds blocks, and decode can be asked to release them.
 
-    A release is skipped in four cases. If a decode instance may have died of the request, no other
+    A release is skipped in three cases. If a decode instance may have died of the request, no other
     one receives it, and the blocks stay until their lease expires. After a 500, decode's engine has
     notified prefill itself (after a 4xx it has not, because it rejected the request earlier). If
     decode has sent the head of its answer, aborting it notifies prefill, and a release would then
-    read blocks that prefill has freed. If the media of the decode request have made room for
-    others, it cannot be sent, and the blocks stay until their lease expires.
+    read blocks that prefill has freed.
     """
     if not handover.prefilled or handover.params is None or handover.accepted:
         return False
-    if request.watched.deaths is not None:
-        return False
-    if request.media.given_up and request.record.media.get("raw"):
+    if request.watched.deaths.count:
         return False
     return not (isinstance(error, ProxyError) and (error.died or error.engine_failed))

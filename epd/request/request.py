@@ -9,10 +9,9 @@ import os
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING
 
-from epd.api.body import JSON, NO_CUTS, Cuts, Pieces
+from epd.api.body import JSON, Cuts
 from epd.api.chat import CHAT
 from epd.api.endpoint import Endpoint
 from epd.api.items import Body, MMItem
@@ -48,36 +47,6 @@ def _hex(size_bytes: int) -> str:
     return f"{_NUMBERS.getrandbits(8 * size_bytes):0{2 * size_bytes}x}"
 
 
-@dataclass(slots=True, eq=False)
-class CutMedia:
-    """Media of one request in memory, cut out of its body.
-
-    Attributes:
-        cuts: the media; they are put back into the bodies for instances.
-        memory: counter of the bytes of the request in memory.
-        given_up: whether the media were freed for another request, which found no room. The proxy
-            then does not retry this one.
-    """
-
-    cuts: Cuts = field(default_factory=dict)
-    memory: HeldBytes = field(default=HeldBytes())
-    given_up: bool = False
-
-    def offer(self, sent: Pieces = ()) -> None:
-        """Let another request that finds no room have the memory of the media.
-
-        Until the offer is withdrawn, no instance needs the media, except for a retry. `sent` is a
-        body with media that has been sent.
-        """
-        size = sum(map(len, self.cuts.values()))
-        self.memory.may_give_up(size, partial(self._give_up, sent))
-
-    def _give_up(self, sent: Pieces) -> None:
-        self.cuts, self.given_up = NO_CUTS, True
-        if isinstance(sent, list):  # the request in progress refers to it
-            sent.clear()
-
-
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Request:
     """A client's request, made once its body is read.
@@ -95,7 +64,8 @@ class Request:
         client_headers: all headers of the client, case-insensitive.
         session: affinity key shared with related requests; empty for none.
         turn: the conversation turn; None for a request outside a conversation.
-        media: its media in memory.
+        cuts: media cut out of its body; they are put back into the bodies for instances.
+        memory: counter of its bytes in memory.
         record: record of its progress.
         watched: its state for counting deaths of instances.
         doubts: its 500s.
@@ -113,7 +83,8 @@ class Request:
     client_headers: Mapping[str, str] = field(default_factory=dict)
     session: str = ""
     turn: Turn | None = None
-    media: CutMedia = field(default_factory=CutMedia)
+    cuts: Cuts = field(default_factory=dict)
+    memory: HeldBytes = field(default_factory=HeldBytes)
     record: Recorder = field(default_factory=lambda: Recorder("", "POST", ""))
     watched: Watched = field(default_factory=Watched)
     doubts: Doubts = field(default_factory=Doubts)

@@ -22,13 +22,13 @@ async def keyed_request(request: Request, keys: Keys, fetcher: MediaFetcher | No
     Raises:
         ProxyError: a fetch failed, or an item is invalid.
     """
-    body, items, media, config = request.body, request.items, request.media, request.config
+    body, items, cuts = request.body, request.items, request.cuts
     if fetcher is not None:
-        body, media.cuts = await fetcher.inline_media(body, items, media.cuts, media.memory)
+        body, cuts = await fetcher.inline_media(body, items, cuts, request.memory)
         if body is not request.body:
             items = tuple(request.endpoint.items(body))
-    items = await keys.keyed_items(body, items, request.tenant, config, media.cuts)
-    return replace(request, body=body, items=items)
+    items = await keys.keyed_items(body, items, request.tenant, request.config, cuts)
+    return replace(request, body=body, items=items, cuts=cuts)
 
 
 def media_prompt(
@@ -56,7 +56,7 @@ def media_prompt(
         named=not attempt.unnamed,
     )
     saved = (
-        inline_bytes(known.item, request.media.cuts)
+        inline_bytes(known.item, request.cuts)
         for known in encoded_items
         if known.result == "hit" and known.item in prompt.bare
     )

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections.abc import Mapping
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
@@ -52,10 +51,6 @@ FULL_SHARE = 0.9
 
 LATE_SHARE = 0.4
 """Share of it after which the timeout is a failure if the instance made no progress."""
-
-OFFER_AFTER_S = 10.0
-"""Seconds after which decode can no longer need media again that were sent to it: the connection
-may be found closed at first (`epd.http.connection.STALE_S`), and a death on arrival is retried."""
 
 BEGINNING_S = 0.1
 """Seconds for which the first event of a stream is held back. vLLM sends the second one with it."""
@@ -107,7 +102,7 @@ class Stages:
                         instance.url + CHAT.path,
                         stage="encode",
                         headers=headers,
-                        body=encode_json(sent, request.media.cuts),
+                        body=encode_json(sent, request.cuts),
                         timeout_s=until_s - clock(),
                     )
                     other = forms.next_form(instance, sent, answer.status, system=system)
@@ -147,7 +142,7 @@ class Stages:
                 headers=request.headers_for(
                     handover.request_id, timed.span, handover.prefill_rank, mark=prompt.mark
                 ),
-                body=endpoint.encode_body(body, request.media.cuts),
+                body=endpoint.encode_body(body, request.cuts),
                 timeout_s=request.config.prefill_timeout_s,
             )
             timed.record_status(answer.status)
@@ -185,7 +180,18 @@ class Stages:
             headers = request.headers_for(
                 request_id, timed.span, rank, endpoint.content_type(body), mark=prompt.mark
             )
-            reply = await self._open_decode(instance.url + endpoint.path, headers, body, request)
+            # The head of a stream precedes the first token, that of any other answer follows the
+            # last.
+            streams = is_stream(body)
+            reply = await self._upstream.open(
+                instance.url + endpoint.path,
+                stage="decode",
+                headers=headers,
+                body=endpoint.encode_body(body, request.cuts),
+                head_timeout_s=(
+                    config.first_byte_timeout_s if streams else config.request_timeout_s
+                ),
+            )
             timed.record_status(reply.status)
             if timed.span is not None:
                 timed.span.event("head")
@@ -211,36 +217,6 @@ class Stages:
             record.wait_for("answer")
             return reply, timed.span
 
-    async def _open_decode(
-        self, url: str, headers: Mapping[str, str], body: Body, request: Request
-    ) -> Reply:
-        """Send a request to decode, and offer its media as soon as only a retry needs them."""
-        pieces, config = request.endpoint.encode_body(body, request.media.cuts), request.config
-        # The head of a stream precedes the first token, that of any other answer follows the last.
-        limit_s = config.first_byte_timeout_s if is_stream(body) else config.request_timeout_s
-        offer: asyncio.TimerHandle | None = None
-
-        def offer_later() -> None:
-            nonlocal offer
-            loop = asyncio.get_running_loop()
-            offer = loop.call_later(OFFER_AFTER_S, request.media.offer, pieces)
-
-        sends_media = bool(request.media.cuts) and len(pieces) > 1
-        if request.media.cuts and not sends_media:
-            request.media.offer()
-        try:
-            return await self._upstream.open(
-                url,
-                stage="decode",
-                headers=headers,
-                body=pieces,
-                head_timeout_s=limit_s,
-                on_sent=offer_later if sends_media else None,
-            )
-        finally:
-            if offer is not None:
-                offer.cancel()
-
     async def prompt_tokens(
         self, instance: Instance, question: Body, request: Request
     ) -> list[int]:
@@ -253,7 +229,7 @@ class Stages:
             instance.url + "/tokenize",
             stage="prefill",
             headers=request.headers_for(request.child_id()),
-            body=encode_json(question, request.media.cuts),
+            body=encode_json(question, request.cuts),
             timeout_s=QUESTION_TIMEOUT_S,
         )
         match json_or_none(answer.body) if answer.ok else None:
@@ -294,7 +270,7 @@ class Stages:
                 stage="release",
                 headers=request.headers_for(request.child_id(), timed.span),
                 body=endpoint.encode_body(
-                    endpoint.release(_for_role(body, instance)), request.media.cuts
+                    endpoint.release(_for_role(body, instance)), request.cuts
                 ),
                 head_timeout_s=RELEASE_TIMEOUT_S,
             )
@@ -328,7 +304,7 @@ async def _read_held(reply: Reply, request: Request) -> None:
     Raises:
         ProxyError: the answer was cut off, or a turn's is too large (502) or has no room (503).
     """
-    turn, memory, size = request.turn, request.media.memory, 0
+    turn, memory, size = request.turn, request.memory, 0
     always_whole = turn is not None and turn.heard is not None
 
     def may_hold(more: int) -> bool:

@@ -128,7 +128,7 @@ class Choice:
         """Choose among the instances of these roles; the first role is the name of the stage."""
         self.roles = roles
         self._table = table
-        self._balances: dict[BalanceName | ItemBalanceName, Balance] = {}
+        self._balances = {name: make() for name, make in BALANCES.items()}
 
     def best_instance(  # noqa: PLR0913 - the inputs of a choice
         self,
@@ -172,8 +172,6 @@ class Choice:
                 for engine in candidate.load.engines
             }
             return instances[cheapest_engine([*instances], prefix)]
-        if balance not in self._balances:
-            self._balances[balance] = BALANCES[balance]()
         picked = self._balances[balance].pick_load(loads, session if balance == "session" else item)
         return candidates[loads.index(picked)].instance
 
@@ -183,9 +181,7 @@ class Choice:
         return bool(self._untried(tried, fits))
 
     def _usable(self, fits: Callable[[Instance], bool] | None) -> Sequence[Candidate]:
-        usable = self._table.usable_candidates(*self.roles)
-        if fits is not None:
-            usable = [candidate for candidate in usable if fits(candidate.instance)]
+        usable = _fitting(self._table.usable_candidates(*self.roles), fits)
         if not usable:
             stage = self.roles[0]
             fitting = "" if fits is None else " with the namespace of the request's consumer"
@@ -201,11 +197,15 @@ class Choice:
         """
         usable = self._table.usable_candidates(*self.roles)
         for candidates in (usable, self._table.all(*self.roles)):
-            fresh = [
-                candidate
-                for candidate in candidates
-                if candidate.instance not in tried and (fits is None or fits(candidate.instance))
-            ]
-            if fresh:
-                return fresh
+            fresh = [candidate for candidate in candidates if candidate.instance not in tried]
+            if fitting := _fitting(fresh, fits):
+                return fitting
         return ()
+
+
+def _fitting(
+    candidates: Sequence[Candidate], fits: Callable[[Instance], bool] | None
+) -> Sequence[Candidate]:
+    if fits is None:
+        return candidates
+    return [candidate for candidate in candidates if fits(candidate.instance)]

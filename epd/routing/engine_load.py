@@ -30,8 +30,6 @@ class EngineLoad:
         pressure: the load divided by the share; comparable between engines.
     """
 
-    __slots__ = ("_highest", "cache", "pressure", "seed", "share", "under_way", "value")
-
     def __init__(self, seed: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.seed = seed
         self.share = 1.0

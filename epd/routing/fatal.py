@@ -15,15 +15,21 @@ answered far more often than instances die of them are exempt.
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import structlog
 from xxhash import xxh3_128_hexdigest
 
 from ec_store.bounded import BoundedDict
-from epd.errors import ProxyError, Stage, SuspectedFatal, UpstreamDied
+from epd.errors import ProxyError, Stage, SuspectedFatal, UpstreamDied, UpstreamUnreachable
 from epd.routing.instances import Instance
-from epd.routing.watched import MAX_DEATHS, MAX_TENANT_DEATHS, SAME_DEATH_S, Deaths, Watched
+from epd.routing.watched import (
+    MAX_DEATHS,
+    MAX_TENANT_DEATHS,
+    SAME_DEATH_S,
+    Deaths,
+    Watched,
+    in_quarantine,
+)
 
 MAX_SUSPECTS = 4096
 """Upper bound of remembered bodies and items. The oldest is forgotten first."""
@@ -52,17 +58,8 @@ def fingerprint(raw: bytes | bytearray, seed: int) -> str:
     return xxh3_128_hexdigest(raw, seed)
 
 
-class _Subject(NamedTuple):
-    tenant: str
-    kind: str
-    digest: str
-
-
-@dataclass(slots=True)
-class _Suspect(Deaths):
-    """The deaths of one subject. They are forgotten at `until_s`."""
-
-    until_s: float = 0.0
+Subject = tuple[str, str, str]
+"""What instances may have died of: a tenant, `body` or `item`, and the digest of either."""
 
 
 @dataclass(slots=True)
@@ -105,7 +102,7 @@ class FatalRequests:
         self._reject_s = reject_s
         self._drains = drains
         self._clock = clock
-        self._suspects: BoundedDict[_Subject, _Suspect] = BoundedDict(MAX_SUSPECTS)
+        self._suspects: BoundedDict[Subject, Deaths] = BoundedDict(MAX_SUSPECTS)
         self._tenants: BoundedDict[str, _Tenant] = BoundedDict(MAX_TENANTS)
 
     def __len__(self) -> int:
@@ -123,7 +120,7 @@ class FatalRequests:
         for subject in _subjects(watched, items):
             suspect = self._find_suspect(subject, now_s)
             if suspect is not None and suspect.count >= MAX_DEATHS:
-                raise _suspected(suspect.until_s - now_s)
+                raise _suspected(suspect.latest_s + self._reject_s - now_s)
 
     @property
     def quarantined_tenants(self) -> int:
@@ -158,12 +155,15 @@ class FatalRequests:
         `items` are the keys of the items that the instance had to process. They are empty if it had
         several: the cause may be any of them.
         """
+        if isinstance(error, UpstreamUnreachable) and instance.url in watched.fatal_to:
+            # The only instance of a stage is chosen although it is down.
+            return in_quarantine(error.stage)
         if not isinstance(error, UpstreamDied):
-            return watched.final_error(error, instance)
+            return error
         if self._drains(instance):
             return error
         now_s = self._clock()
-        watched.record_death(instance, now_s)
+        watched.deaths.add(instance, now_s)
         self._count_tenant_death(watched, instance, now_s)
         if self.is_quarantined(watched):
             watched.most_deaths = 1
@@ -171,10 +171,9 @@ class FatalRequests:
             return error
         rejected = watched.is_spent  # its first death may have expired
         for subject in _subjects(watched, items):
-            suspect = self._find_suspect(subject, now_s) or _Suspect()
+            suspect = self._find_suspect(subject, now_s) or Deaths()
             self._suspects[subject] = suspect
             suspect.add(instance, now_s)
-            suspect.until_s = now_s + self._reject_s
             rejected = rejected or suspect.count >= MAX_DEATHS
         if not rejected:
             return error
@@ -224,19 +223,20 @@ class FatalRequests:
             tenant = self._tenants[watched.tenant] = _Tenant()
         return tenant
 
-    def _find_suspect(self, subject: _Subject, now_s: float) -> _Suspect | None:
+    def _find_suspect(self, subject: Subject, now_s: float) -> Deaths | None:
+        """Return the deaths of a subject, which are forgotten some time after the last one."""
         suspect = self._suspects.get(subject)
-        if suspect is not None and suspect.until_s <= now_s:
+        if suspect is not None and suspect.latest_s + self._reject_s <= now_s:
             del self._suspects[subject]
             return None
         return suspect
 
 
-def _subjects(watched: Watched, items: Iterable[str], *, body: bool = True) -> list[_Subject]:
+def _subjects(watched: Watched, items: Iterable[str], *, body: bool = True) -> list[Subject]:
     tenant = watched.tenant
-    found = [_Subject(tenant, "item", xxh3_128_hexdigest(key.encode())) for key in items]
+    found = [(tenant, "item", xxh3_128_hexdigest(key.encode())) for key in items]
     if body and watched.fingerprint:
-        found.append(_Subject(tenant, "body", watched.fingerprint))
+        found.append((tenant, "body", watched.fingerprint))
     return found
 
 

@@ -126,8 +126,7 @@ class Health:
         self._random = random
         self._state = HealthState.HEALTHY
         self._since_s = self._until_s = self._busy_until_s = self._probe_s = now_s
-        self._failures = self._failed_probes = self._ejections = self._under_way = self._changes = 0
-        self._late = 0
+        self._failed_probes = self._ejections = self._under_way = self._changes = self._late = 0
         self._latest = 0  # a bit for each request, 1 for a failure; the lowest is the last one
         self._window = (1 << WINDOW * policy.eject_after) - 1  # the bits that count
 
@@ -203,7 +202,6 @@ class Health:
             return
         match outcome:
             case Outcome.GOOD:
-                self._failures = 0
                 self._latest = (self._latest << 1) & self._window
                 self.record_answer(now_s)
             case Outcome.BUSY:
@@ -278,15 +276,14 @@ class Health:
 
     def _failed(self, now_s: float, *, unreachable: bool) -> None:
         self.proven, self.failing = False, True
-        self._failures += 1
         state = self.state(now_s)
         if state is HealthState.HEALTHY:
             self._latest = (self._latest << 1 | 1) & self._window
-        often = self._latest.bit_count() >= FAILED_SHARE * self._window.bit_count()
-        few = state is HealthState.HEALTHY and not (
-            often or self._failures >= self._policy.eject_after
-        )
-        if few or state in {HealthState.EJECTED, HealthState.DOWN}:
+            in_row = (1 << self._policy.eject_after) - 1
+            often = self._latest.bit_count() >= FAILED_SHARE * self._window.bit_count()
+            if not often and self._latest & in_row != in_row:
+                return
+        elif state is not HealthState.TRIAL:
             return
         if unreachable:
             self._go_down(now_s, "unreachable")
@@ -312,6 +309,6 @@ class Health:
         self._state = state
         self.cause = cause
         self._since_s = now_s
-        self._failures = self._latest = self._under_way = self._late = 0
+        self._latest = self._under_way = self._late = 0
         self._changes += 1
         self._on_change(state)

@@ -53,26 +53,6 @@ class Load(EngineLoad):
             requests wait for them.
     """
 
-    __slots__ = (
-        "_expires_s",
-        "_failures",
-        "_kv_moved",
-        "_last_rank",
-        "_progress",
-        "_since_s",
-        "answering",
-        "block_tokens",
-        "encode",
-        "kv_bytes_per_s",
-        "namespace",
-        "progress_s",
-        "ranks",
-        "report",
-        "stalled_s",
-        "weight",
-        "writes_outputs",
-    )
-
     def __init__(
         self,
         url: str,

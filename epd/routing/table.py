@@ -6,14 +6,14 @@ judgement of the instance's health (`InFlight`).
 
 import random
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Self
 
 from epd.errors import Outcome, ProxyError
 from epd.routing.health import HANG_S, Health, HealthPolicy, HealthState
-from epd.routing.instances import CONSUMERS, TRANSFERS_KV, Instance, Role
+from epd.routing.instances import CONSUMERS, Instance, Role
 from epd.routing.load import Load
 from epd.routing.prefix import NO_PREFIX, Prefix
 from epd.routing.reports import Report
@@ -83,7 +83,6 @@ class InFlight(Reservation):
     _begun_s: float = 0.0
     _answered: bool = False
     _computed: int = 0
-    _encodes: bool = False
     matched: int | None = None
     was_proven: bool = False
     began_failing: bool = False
@@ -99,9 +98,7 @@ class InFlight(Reservation):
         elif self._work.prompt_tokens:
             self._computed = self._work.prompt_tokens
             self._load.cache_of(self.rank).pending += self._computed
-        if self._work.encode_tokens:
-            self._encodes = True
-            self._load.encode.tokens += self._work.encode_tokens
+        self._load.encode.tokens += self._work.encode_tokens
         return self
 
     def record_answer(self) -> None:
@@ -118,9 +115,8 @@ class InFlight(Reservation):
         if self._computed:
             self._load.cache_of(self.rank).pending -= self._computed
             self._computed = 0
-        if self._encodes:
-            self._encodes = False
-            load, tokens = self._load, self._work.encode_tokens
+        if tokens := self._work.encode_tokens:
+            self._work, load = NO_WORK, self._load
             load.encode.tokens -= tokens
             if error is None and self.instance.role is Role.ENCODE:
                 load.encode.learn_answer(tokens, self._begun_s, load.under_way / load.value)
@@ -365,7 +361,7 @@ class InstanceTable:
         candidate = self._members.get(instance.key)
         if candidate is not None:
             return candidate.health, candidate.load
-        # Removed after it was chosen, or named by a client or a picker.
+        # Removed after it was chosen, or named by a client.
         health = self._new_health(lambda _: None)
         load = self._leaving.get(instance)
         if load is None:
@@ -407,29 +403,16 @@ class InstanceTable:
         if instance.key in self._members:
             self._members[instance.key].health.record_probe(self._clock(), well=well)
 
-    def reports_due(
-        self, roles: Collection[Role], interval_s: float, *, single: bool = False
-    ) -> list[Instance]:
-        """Return the instances to ask for their load now; each answer goes to `record_report`.
-
-        A single instance of a role that has no ranks is asked only with `single`, or if it
-        transfers KV blocks: its load decides nothing unless the roles are compared.
-        """
+    def reports_due(self, interval_s: float) -> list[Instance]:
+        """Return the instances to ask for their load now; each answer goes to `record_report`."""
         now_s = self._clock()
         for member in self._members.values():
             member.load.expire_report(now_s)
         return [
-            candidate.instance
-            for role in roles
-            for candidate in self._by_role[role]
-            if (
-                single
-                or role in TRANSFERS_KV
-                or len(self._by_role[role]) > 1
-                or candidate.load.ranks
-            )
-            and candidate.health.state(now_s) is not HealthState.DOWN
-            and candidate.load.report_due(now_s, interval_s)
+            member.instance
+            for member in self._members.values()
+            if member.health.state(now_s) is not HealthState.DOWN
+            and member.load.report_due(now_s, interval_s)
         ]
 
     def record_report(self, instance: Instance, report: Report | None, interval_s: float) -> None:

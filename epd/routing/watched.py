@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from epd.errors import NoInstance, ProxyError, Stage, SuspectedFatal, UpstreamUnreachable
+from epd.errors import NoInstance, Stage, SuspectedFatal
 from epd.routing.instances import Instance
 
 MAX_DEATHS = 2
@@ -26,16 +26,18 @@ class Deaths:
         count: number of deaths. All requests at an instance fail when it dies, but count as one
             death. After a restart it can die again.
         last_s: time of each instance's last death, by URL, in seconds.
+        latest_s: time of the last one of all.
     """
 
     count: int = 0
+    latest_s: float = -math.inf
     last_s: dict[str, float] = field(default_factory=dict)
 
     def add(self, instance: Instance, now_s: float) -> bool:
         """Count a death, unless it is the same one as the instance's last. Return whether it is."""
         is_new = now_s - self.last_s.get(instance.url, -math.inf) > SAME_DEATH_S
         self.count += is_new
-        self.last_s[instance.url] = now_s
+        self.last_s[instance.url] = self.latest_s = now_s
         return is_new
 
 
@@ -45,8 +47,8 @@ class Watched:
 
     Attributes:
         fingerprint: digest of the body.
-        deaths: deaths of instances that served it, in all stages; None for no death.
         kind: digest of what similar requests share; 0 if unknown.
+        deaths: deaths of instances that served it, in all stages.
         most_deaths: number of deaths after which it is sent to no further instance.
         pins: URLs of the only instances to which it may be sent, by stage; None for all.
         fatal_to: URLs of the instances that died of requests in the same quarantine, or before it.
@@ -54,20 +56,15 @@ class Watched:
 
     tenant: str = ""
     fingerprint: str = ""
-    deaths: Deaths | None = None
     kind: int = 0
+    deaths: Deaths = field(default_factory=Deaths)
     most_deaths: int = MAX_DEATHS
     pins: dict[Stage, str] | None = None
     fatal_to: Collection[str] = ()
 
-    def record_death(self, instance: Instance, now_s: float) -> None:
-        if self.deaths is None:
-            self.deaths = Deaths()
-        self.deaths.add(instance, now_s)
-
     @property
     def is_spent(self) -> bool:
-        return self.deaths is not None and self.deaths.count >= self.most_deaths
+        return self.deaths.count >= self.most_deaths
 
     def choose_instance(
         self,
@@ -102,16 +99,6 @@ class Watched:
             # No other stage can do decode's work.
             failure.retryable = stage != "decode" and url not in self.fatal_to
             raise failure from error
-
-    def final_error(self, error: ProxyError, instance: Instance) -> ProxyError:
-        """Return the error of a request to this instance, as if `choose_instance` had raised it.
-
-        The only instance of a stage is chosen although it is down.
-        """
-        down = isinstance(error, UpstreamUnreachable)
-        if self.pins is None or not down or instance.url not in self.fatal_to:
-            return error
-        return in_quarantine(error.stage)
 
 
 def in_quarantine(stage: Stage) -> SuspectedFatal:

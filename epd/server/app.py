@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext
 from functools import cache, partial
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from aiohttp import web
@@ -42,13 +43,13 @@ from epd.observe.logs import LogObserver, hide_locals
 from epd.observe.metrics import MetricsObserver, watched
 from epd.observe.tracing import tracing
 from epd.observe.worker_metrics import WorkerMetrics
-from epd.request.decoders import Decoders
+from epd.policies.registry import Policies
+from epd.request.choices import Choices
 from epd.request.encode import Encoder
 from epd.request.item_tokens import TokenCounts
 from epd.request.kv_peers import PeerRegistry
 from epd.request.kv_readback import Readbacks
 from epd.request.model_names import ModelNames
-from epd.request.picker import Picker
 from epd.request.pipeline import Pipeline
 from epd.request.placement import Placement
 from epd.request.prefill_decode import PrefillDecodeStages
@@ -88,6 +89,7 @@ from epd.server.operator_routes import METRICS
 from epd.server.page_routes import BOARD
 from epd.server.responses import own_headers
 from epd.transfer.ec import ECTransfer
+from epd.transfer.kv import KVTransfer
 from epd.transfer.registry import EC_TRANSFERS, KV_TRANSFERS
 from epd.ui.dashboard import Board
 from epd.ui.recent import Recent
@@ -152,69 +154,113 @@ async def build_components(
     app: web.Application, files: Files, slot: WorkerSlot | None
 ) -> AsyncIterator[None]:
     """Fill the application's slots with all that outlives a request (`cleanup_ctx`)."""
+    config, background, metrics = app[CONFIG], app[BACKGROUND], app[METRICS]
+    async with (
+        tracing(config) as tracer,  # closed last: it exports the spans of the other closes
+        watched(metrics.loop_lag, background),
+        Upstream.connect(files.upstream_tls) as upstream,
+        MediaFetcher.open(config) if config.media_fetch == "proxy" else nullcontext() as media,
+        _store(config, background) as cache,
+        Conversations.from_config(config) as conversations,
+        _fleet(app, upstream, conversations, slot) as fleet,
+        _pipeline(app, upstream, media, cache, conversations, fleet) as pipeline,
+    ):
+        if tracer is not None:
+            app[TRACER] = tracer
+        app[PIPELINE] = pipeline
+        app[WARMUP] = Warmup(pipeline.encode, cache)
+        app[CONVERSATIONS] = conversations
+        app[ADMIN] = Admin(fleet.table, upstream, config)
+        app[JUDGE] = KeyJudge(partial(app[ADMIN].of_decode, "/v1/models"))
+        # Of the URL of a store, only the scheme: the rest may hold a password.
+        store = None if config.ec_store is None else urlsplit(config.ec_store).scheme
+        boards = () if slot is None else (slot.shared.recents, slot.index)
+        app[BOARD] = Board(app[RECENT], fleet.table, metrics, store, *boards)
+        metrics.add_source(partial(store_metrics, cache))
+        metrics.add_source(partial(conversation_metrics, conversations))
+        async with _written_pages(metrics, app[BOARD], background):
+            yield
+
+
+def _store(
+    config: ProxyConfig, background: Background
+) -> AbstractAsyncContextManager[EncoderCache | None]:
+    if config.ec_store is None:
+        return nullcontext()
+    return EncoderCache(partial(open_proxy_store, config.ec_store), config, background)
+
+
+class _Fleet(NamedTuple):
+    """The instances of the proxy, and how they transfer KV blocks."""
+
+    table: InstanceTable
+    namespaces: Namespaces
+    transfer: KVTransfer
+    policies: Policies
+
+
+@asynccontextmanager
+async def _fleet(
+    app: web.Application,
+    upstream: Upstream,
+    conversations: Conversations,
+    slot: WorkerSlot | None,
+) -> AsyncIterator[_Fleet]:
+    """Keep the instances up to date: members, health, load and prefix caches."""
     config, background = app[CONFIG], app[BACKGROUND]
-    conversations = Conversations.from_config(config)
     changed = partial(_changed, app[OBSERVERS], conversations)
     table = InstanceTable(
         policy=config.health,
         on_change=lambda instance, state, cause: changed(instance, state, cause=cause),
     )
-    policies = make_checked_policies(config)
     transfer = KV_TRANSFERS[config.kv_transfer]()
+    registry = Registry(table, config.instances, fits=transfer.accepts_instance, on_change=changed)
+    fleet = _Fleet(table, Namespaces(table), transfer, make_checked_policies(config))
+    sources = None if slot is None else slot.shared.sources
+    async with (
+        membership(config, registry, upstream, background, sources) as registrations,
+        probe_periodically(table, upstream, config, background),
+        poll_metrics(table, fleet.namespaces, upstream, config, background),
+        _kv_events(table, config, background) as event_counts,
+    ):
+        app[TABLE], app[KV_TRANSFER] = table, transfer
+        app[REGISTRY], app[REGISTRATIONS] = registry, registrations
+        app[METRICS].add_source(partial(instance_metrics, table))
+        app[METRICS].add_source(partial(kv_event_metrics, table, event_counts))
+        yield fleet
+
+
+@asynccontextmanager
+async def _pipeline(  # noqa: PLR0913, PLR0917 - its collaborators
+    app: web.Application,
+    upstream: Upstream,
+    media: MediaFetcher | None,
+    cache: EncoderCache | None,
+    conversations: Conversations,
+    fleet: _Fleet,
+) -> AsyncIterator[Pipeline]:
+    config, (table, namespaces, transfer, policies) = app[CONFIG], fleet
+    ec_transfer = EC_TRANSFERS[config.ec_transfer]
     fatal = FatalRequests(
         config.suspect_s,
         lambda instance: app[DRAIN].began or table.is_draining(instance),
         time.monotonic,
     )
-    namespaces, recent = Namespaces(table), RecentItems()
-    registry = Registry(table, config.instances, fits=transfer.accepts_instance, on_change=changed)
-    async with (
-        tracing(config) as tracer,  # closed last: it exports the spans of the other closes
-        watched(app[METRICS].loop_lag, background),
-        Upstream.connect(files.upstream_tls) as upstream,
-        MediaFetcher.open(config) if config.media_fetch == "proxy" else nullcontext() as media,
-        nullcontext()
-        if config.ec_store is None
-        else EncoderCache(partial(open_proxy_store, config.ec_store), config, background) as cache,
-        conversations,
-        membership(
-            config,
-            registry,
-            upstream,
-            background,
-            None if slot is None else slot.shared.sources,
-        ) as registrations,
-        probe_periodically(table, upstream, config, background),
-        poll_metrics(
-            table, namespaces, upstream, config, background, lambda: policies.compares_costs
-        ),
-        _kv_events(table, config, background) as event_counts,
-        aclosing(
-            Releases(
-                stages := Stages(upstream),
-                transfer,
-                fatal,
-                decoders := Decoders(table, Picker(upstream), recent),
-            )
-        ) as releases,
-    ):
-        peers = PeerRegistry(table, transfer, upstream, config) if transfer.has_peers else None
-        readbacks = Readbacks(table, stages, transfer, conversations)
-        prefill_decode = PrefillDecodeStages(
-            table,
-            Choice(table, Role.PREFILL),
-            stages,
-            transfer,
-            peers,
-            decoders,
-            readbacks,
-            fatal,
-            recent,
-        )
-        ec_transfer = EC_TRANSFERS[config.ec_transfer]
-        by_content = "content" in {config.prefill_balance, config.decode_balance}
-        app[MEDIA_KEYS] = keys = Keys(cache)
-        app[PIPELINE] = Pipeline(
+    app[METRICS].add_source(partial(quarantine_metrics, fatal))
+    app[MEDIA_KEYS] = keys = Keys(cache)
+    stages = Stages(upstream)
+    choices = Choices(table, RecentItems())
+    prefill_decode = PrefillDecodeStages(
+        table,
+        choices,
+        stages,
+        transfer,
+        PeerRegistry(table, transfer, upstream, config) if transfer.has_peers else None,
+        Readbacks(table, stages, transfer, conversations),
+        fatal,
+    )
+    async with aclosing(Releases(stages, transfer, fatal, choices)) as releases:
+        yield Pipeline(
             table,
             policies.choose_policy,
             media,
@@ -224,31 +270,12 @@ async def build_components(
             prefill_decode,
             # Only instances of a store have namespaces.
             namespaces if ec_transfer.pushed or cache is not None else None,
-            decoders,
+            choices,
             releases,
             fatal,
             Quarantine(fatal),
-            by_content,
+            _by_content="content" in {config.prefill_balance, config.decode_balance},
         )
-        app[WARMUP] = Warmup(app[PIPELINE].encode, cache)
-        app[ADMIN] = Admin(table, upstream, config)
-        app[JUDGE] = KeyJudge(partial(app[ADMIN].of_decode, "/v1/models"))
-        app[CONVERSATIONS] = conversations
-        app[TABLE] = table
-        app[REGISTRY], app[REGISTRATIONS], app[KV_TRANSFER] = registry, registrations, transfer
-        # Of the URL of a store, only the scheme: the rest may hold a password.
-        store = None if config.ec_store is None else urlsplit(config.ec_store).scheme
-        boards = () if slot is None else (slot.shared.recents, slot.index)
-        app[BOARD] = Board(app[RECENT], table, app[METRICS], store, *boards)
-        if tracer is not None:
-            app[TRACER] = tracer
-        app[METRICS].add_source(partial(instance_metrics, table))
-        app[METRICS].add_source(partial(kv_event_metrics, table, event_counts))
-        app[METRICS].add_source(partial(store_metrics, cache))
-        app[METRICS].add_source(partial(conversation_metrics, conversations))
-        app[METRICS].add_source(partial(quarantine_metrics, fatal))
-        async with _written_pages(app[METRICS], app[BOARD], background):
-            yield
 
 
 @asynccontextmanager

@@ -32,7 +32,7 @@ from epd.edge.drain import DRAIN, Bounded
 from epd.encoder_cache.identity import conversation_key, with_salt
 from epd.errors import RequestRefused, Unauthorized
 from epd.request.recorder import Recorder
-from epd.request.request import CutMedia, Request
+from epd.request.request import Request
 from epd.routing.fatal import fingerprint
 from epd.routing.watched import Watched
 from epd.server.app_keys import ADMISSION, KEYS, VISIT, Visit
@@ -236,7 +236,8 @@ def make_request(  # noqa: PLR0913 - the parts of a body
         request.headers,
         session if session or turn is None else turn.key,
         turn,
-        CutMedia(cuts, visit.admitted),
+        cuts,
+        visit.admitted,
         visit.record,
         Watched(
             visit.tenant.name,

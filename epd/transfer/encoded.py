@@ -118,7 +118,6 @@ class Prompt(NamedTuple):
     """What prefill and decode are sent, before the `kv_transfer_params`.
 
     Attributes:
-        encoded_items: encoder outputs of the items.
         depends: whether the request fails if an encoder output is missing, because items have no
             media, or because the consumer waits for a push.
         fetches: whether the instance must fetch media.
@@ -130,7 +129,6 @@ class Prompt(NamedTuple):
     """
 
     body: Body
-    encoded_items: Sequence[EncodedItem] = ()
     depends: bool = False
     fetches: bool = False
     bare: Collection[MMItem] = ()
@@ -138,15 +136,6 @@ class Prompt(NamedTuple):
     mark: str = ""
     prefix: Prefix = NO_PREFIX
     work: Work = NO_WORK
-
-    @property
-    def local_identities(self) -> Sequence[str]:
-        """Identities of the items that prefill or decode encode themselves."""
-        return [
-            encoded_item.item.identity
-            for encoded_item in self.encoded_items
-            if encoded_item.result == "local"
-        ]
 
 
 def consumer_body(
@@ -180,7 +169,6 @@ def consumer_body(
     body = with_parts(body, parts)
     return Prompt(
         {**body, "ec_transfer_params": params} if params else body,
-        items,
         depends=bool(uuids),
         fetches=any(item.is_remote and item not in uuids for item in parts),
         bare=uuids.keys(),

@@ -221,16 +221,3 @@ def test_memory_keeps_the_latest_unexpired_entries(
             assert store.dropped_count == evicted + over
 
     asyncio.run(scenario())
-
-
-async def test_entries_of_a_lost_decode_instance_make_room_for_live_ones() -> None:
-    store = ConversationsInMemory(10)
-    for number in range(10):
-        await store.put(f"{number}", b"entry", 60, "http://live" if number % 2 else "http://lost")
-    store.yield_room("http://lost")
-    for number in range(10, 15):
-        await store.put(f"{number}", b"entry", 60, "http://live")
-
-    assert [await store.take_entry(f"{number}") for number in range(1, 15, 2)] == [b"entry"] * 7
-    assert await store.take_entry("0") is None
-    assert store.dropped_count == 5

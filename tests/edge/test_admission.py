@@ -369,44 +369,6 @@ def test_a_tenants_bodies_leave_room_for_anothers() -> None:
         held.grow(50)
 
 
-def test_offered_bytes_make_room_the_oldest_first_and_the_tenants_own_for_its_limit() -> None:
-    admitted = admission(max_body_bytes=50, api_keys_file="keys")
-    given_up: list[str] = []
-    with ExitStack() as stack:
-        requests = [stack.enter_context(admitted.request(one)) for one in (BOB, ALICE, BOB)]
-        for request, name, size in zip(
-            requests, ("first", "second", "third"), (20, 50, 20), strict=True
-        ):
-            request.grow(size)
-            request.may_give_up(15, partial(given_up.append, name))
-        held = stack.enter_context(admitted.request(ALICE))
-        held.check_room(10)
-        assert (given_up, admitted.body_bytes) == ([], 90)
-        held.grow(10)
-        assert (given_up, admitted.body_bytes) == (["second"], 85)
-        held.grow(15)
-        assert reasons(admitted, lambda: held.check_room(16)) == ["tenant_bytes"]
-        other = stack.enter_context(admitted.request(CAROL))
-        other.grow(20)
-        assert (given_up, admitted.body_bytes) == (["second", "first"], 95)
-        requests[2].withdraw_offer()
-        assert reasons(admitted, lambda: other.check_room(30)) == ["body_bytes"]
-        assert reasons(admitted, lambda: other.grow(30)) == ["body_bytes"]
-        assert given_up == ["second", "first"]
-    assert (admitted.body_bytes, admitted.offers) == (0, {})
-
-
-def test_a_request_that_makes_room_by_its_own_offer_counts_all_its_bytes() -> None:
-    admitted = admission(max_body_bytes=50)
-    with admitted.request(ALICE) as request:
-        request.grow(90)
-        request.may_give_up(70, lambda: None)
-        request.add(20)
-
-        assert request.size == admitted.body_bytes == 40
-    assert admitted.body_bytes == 0
-
-
 @given(st.integers(1, 200), st.lists(st.floats(0, 40), max_size=120))
 def test_a_tenant_has_at_most_twice_its_limit_in_a_minute(limit: int, gaps: list[float]) -> None:
     pace, use, now_s, admitted = RateLimiter(limit), TenantUse(), 1e6, list[float]()

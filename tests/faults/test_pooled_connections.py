@@ -37,7 +37,7 @@ async def outcome(script: Script, requests: int) -> tuple[list[int], int]:
 @pytest.fixture(autouse=True)
 def _one_try(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the request itself would be retried."""
-    monkeypatch.setattr("epd.request.recovery.MAX_DECODES", 1)
+    monkeypatch.setattr("epd.request.recovery.MAX_FAILURES", 1)
 
 
 @pytest.mark.parametrize("end", [close(), reset()], ids=["closed", "reset"])

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from epd.request.recovery import MAX_ATTEMPTS, MAX_DECODES
+from epd.request.recovery import MAX_ATTEMPTS, MAX_FAILURES
 from tests.requests import image, request, text
 from tests.support.fake_instance import (
     KV_PARAMS,
@@ -36,7 +36,7 @@ async def test_decode_prefills_when_many_prefill_instances_are_unreachable(launc
 
         [done] = fleet.events.requests
         tries = [one for one in done.stages if one.stage == "prefill"]
-        assert len(tries) == MAX_ATTEMPTS - MAX_DECODES
+        assert len(tries) == MAX_ATTEMPTS - MAX_FAILURES
 
 
 @pytest.mark.fault(30)

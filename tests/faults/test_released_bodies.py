@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from epd.request import stages
 from epd.request.request import Request
 from epd.server.app_keys import ADMISSION
 from tests.requests import image, png, request, text
@@ -190,7 +189,7 @@ async def test_streams_of_requests_sent_with_their_media_keep_none_in_memory(
 
 
 @asynccontextmanager
-async def waiting(fleet: Fleet, count: int, then: Handler = decodes) -> AsyncIterator[list[bytes]]:
+async def waiting(fleet: Fleet, count: int) -> AsyncIterator[list[bytes]]:
     """Keep `count` requests without a stream at decode.
 
     At the end of the context decode answers them, and the list gets their statuses. The client
@@ -199,7 +198,7 @@ async def waiting(fleet: Fleet, count: int, then: Handler = decodes) -> AsyncIte
     answers, statuses = asyncio.Event(), list[bytes]()
 
     for instance in fleet.decode:
-        instance.chat = after(answers, then)
+        instance.chat = after(answers, decodes)
     async with AsyncExitStack() as stack:
         readers = []
         for number in range(count):
@@ -216,123 +215,13 @@ async def waiting(fleet: Fleet, count: int, then: Handler = decodes) -> AsyncIte
         statuses += [(await reader.readline()).split()[1] for reader in readers]
 
 
-async def test_a_body_counts_until_decode_has_answered_or_another_needs_its_room(
-    launch: Launch,
-) -> None:
+async def test_a_body_counts_until_decode_has_answered(launch: Launch) -> None:
     async with launch(max_inflight_bytes=10 * MB) as fleet:
         admission = fleet.runner.app[ADMISSION]
-        async with waiting(fleet, 2):
+        async with waiting(fleet, 2) as statuses:
             assert 2 * BODY_BYTES < admission.body_bytes < 2.1 * BODY_BYTES
+            async with fleet.post(request(text(), image(PICTURE))) as third:
+                assert third.status == 503
+
+        assert statuses == [b"200"] * 2
         assert admission.body_bytes == 0
-        async with waiting(fleet, 6) as statuses:
-            assert 2 * BODY_BYTES < admission.body_bytes < 2.1 * BODY_BYTES
-
-        assert statuses == [b"200"] * 6
-        assert (admission.body_bytes, admission.offers, admission.refused) == (0, {}, {})
-
-
-@pytest.mark.usefixtures("traced")
-async def test_bodies_that_make_room_are_no_longer_in_memory(launch: Launch) -> None:
-    async with launch(max_inflight_bytes=10 * MB) as fleet:
-        kept = list[int]()
-        for count in (2, 6):
-            async with waiting(fleet, count):
-                gc.collect()
-                kept.append(tracemalloc.get_traced_memory()[0])
-
-    assert kept[1] - kept[0] < BODY_BYTES
-
-
-@pytest.mark.usefixtures("traced")
-async def test_media_that_decode_has_got_make_room_after_a_while(
-    launch: Launch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stages, "OFFER_AFTER_S", 0.0)
-    received, kept = 0, list[int]()
-
-    async def receives(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal received
-        head = await reader.readuntil(b"\r\n\r\n")
-        left = int(re.findall(rb"(?i)content-length: (\d+)", head + b"Content-Length: 0")[0])
-        while left:
-            left -= len(await reader.read(min(left, 65536)))
-            received += not left
-        await reader.read()  # until the proxy disconnects
-        writer.close()
-
-    server = await asyncio.start_server(receives, "127.0.0.1", 0)
-    url = "http://{}:{}".format(*server.sockets[0].getsockname()[:2])
-    config: Any = {"encode_servers_urls": (), "decode_servers_urls": (url,)}
-    async with (
-        server,
-        launch(encode=0, max_inflight_bytes=10 * MB, **config) as fleet,
-        AsyncExitStack() as stack,
-    ):
-        for number in range(6):
-            _, writer = await stack.enter_async_context(connected(fleet.url))
-            body = request(text(), image(PICTURE + b"%06d" % number))
-            writer.write(post(json.dumps(body).encode()))
-            del body
-            await until(lambda: received == len(kept) + 1)
-            gc.collect()
-            kept.append(tracemalloc.get_traced_memory()[0])
-
-        assert fleet.runner.app[ADMISSION].body_bytes < 2.1 * BODY_BYTES
-    assert kept[5] - kept[1] < BODY_BYTES
-
-
-async def test_media_that_decode_gets_make_no_room_at_first(launch: Launch) -> None:
-    async with (
-        launch(max_inflight_bytes=10 * MB, decode_media="raw") as fleet,
-        waiting(fleet, 2),
-        fleet.post(request(text(), image(PICTURE))) as third,
-    ):
-        assert third.status == 503
-
-
-async def test_a_request_that_made_room_and_lacks_its_media_is_503(launch: Launch) -> None:
-    """Decode rejects metadata in place of media: with its media, the request would be retried."""
-    async with launch(max_inflight_bytes=10 * MB) as fleet:
-        async with waiting(fleet, 3, then=refuses(400)) as statuses:
-            fleet.d.chat = decodes
-
-        assert statuses == [b"503", b"200", b"200"]
-
-
-async def test_a_request_that_made_room_is_not_retried(launch: Launch) -> None:
-    async with launch(decode=2, max_inflight_bytes=10 * MB) as fleet:
-        async with waiting(fleet, 3, then=drops) as statuses:
-            for instance in fleet.decode:
-                instance.chat = decodes  # of later requests
-
-        assert statuses == [b"503", b"200", b"200"]
-        assert [event.error for event in fleet.events.requests if event.error] == ["overloaded"]
-        assert sorted(event.retries for event in fleet.events.requests) == [0, 1, 1]
-
-
-@pytest.mark.parametrize(("count", "releases"), [(2, 1), (3, 0)])
-async def test_blocks_are_not_released_by_a_request_without_its_media(
-    launch: Launch, monkeypatch: pytest.MonkeyPatch, count: int, releases: int
-) -> None:
-    """The first of three requests has made room for the third when its client disconnects."""
-    monkeypatch.setattr(stages, "OFFER_AFTER_S", 0.0)
-    async with (
-        launch(encode=0, prefill=1, encode_servers_urls=(), max_inflight_bytes=10 * MB) as fleet,
-        AsyncExitStack() as stack,
-    ):
-        fleet.d.chat = hangs
-        writers = []
-        for number in range(count):
-            _, writer = await stack.enter_async_context(connected(fleet.url))
-            writer.write(
-                post(json.dumps(request(text(), image(PICTURE + b"%06d" % number))).encode())
-            )
-            writers.append(writer)
-            await until(lambda: len(fleet.d.calls) == len(writers))
-        fleet.d.chat = decodes
-        writers[0].transport.abort()
-        await until(lambda: fleet.events.requests)
-        await until(lambda: len(fleet.d.calls) >= count + releases)
-        await asyncio.sleep(0.5)  # in which another release would arrive
-
-        assert len(fleet.d.calls) == count + releases

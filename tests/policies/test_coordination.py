@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import epd
 from epd.api.prompts import prompt_tokens
 from epd.config.proxy_config import make_checked_policies
-from epd.policies.plan import Course, DecodeFrom, Facts
+from epd.policies.plan import Course, Facts
 from epd.policies.registry import OWN, Policies, PolicyInvalid, find_policy, make_policies
 from epd.routing.instances import Role
 
@@ -89,7 +89,7 @@ def test_short_prompts_and_texts_skip_prefill(
 ) -> None:
     said = course("pd_only", facts(EPD, items, tokens), **settings)
 
-    assert said == (Course(False, False, None, "table", "late") if skips else None)
+    assert said == (Course(False, False) if skips else None)
 
 
 def test_requests_that_prefill_cannot_serve_skip_it() -> None:
@@ -105,16 +105,6 @@ def test_the_local_prefill_instance_is_the_only_one() -> None:
 
     assert said is not None
     assert said.prefill_url == "http://p:1"
-
-
-@pytest.mark.parametrize("name", OWN)
-def test_every_course_has_the_decode_settings(name: str) -> None:
-    made = make_policies([name], SETTINGS)
-    about = facts(E_PD if name == "encode_pd" else EPD, tokens=1)
-    decided = Policies(made, "header", "early").choose_policy(about)
-
-    assert decided is not None
-    assert (decided[1].decode_choice, decided[1].decode_from) == ("early", "header")
 
 
 @given(st.permutations(list(OWN)), SOME_FACTS)
@@ -148,16 +138,9 @@ def test_prompts_are_measured_once_and_only_for_policies_that_need_it() -> None:
     assert Policies(make_policies(["encode_prefill_decode"], {})).choose_policy(about) is not None
     assert measured == 0
     policies = make_policies(["pd_only", "encode_prefill_decode"], SETTINGS)
-    assert Policies(policies, "header").choose_policy(about) is not None
+    assert Policies(policies).choose_policy(about) is not None
     assert about.prompt_tokens == 5
     assert measured == 1
-
-
-def test_policies_with_another_source_of_decode_need_none_in_the_table() -> None:
-    made = make_policies(["encode_prefill_decode"], {})
-
-    assert Policies(made).choose_policy(facts(NOBODY)) is None
-    assert Policies(made, "header").choose_policy(facts(NOBODY)) is not None
 
 
 @pytest.mark.parametrize(
@@ -231,7 +214,6 @@ def test_the_local_prefill_instance_is_the_first_one_by_default() -> None:
     [
         ({"policies": "nothing"}, "there is no policy 'nothing'"),
         ({"policies": "pd_only"}, "does nothing without"),
-        ({"decode_from": "picker"}, "needs --decode-picker-url"),
         ({"local_prefill_url": "http://x:1"}, "must be one of --prefill-servers-urls"),
         ({"decode_header": "a b"}, "is not the name of a header"),
         ({"skip_prefill_below_tokens": 2**31}, "less than or equal to 2147483647"),
@@ -257,25 +239,23 @@ def test_no_decode_instance_is_needed_where_others_name_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "decode_from"),
+    "names",
     [
-        (["encode_prefill_decode", "encode_pd"], "table"),
-        (["encode_pd", "prefill_decode"], "header"),
-        (["pd_only", "encode_prefill_decode", "encode_pd"], "table"),
-        (["cost"], "table"),
+        ["encode_prefill_decode", "encode_pd"],
+        ["encode_pd", "prefill_decode"],
+        ["pd_only", "encode_prefill_decode", "encode_pd"],
+        ["cost"],
     ],
 )
 @pytest.mark.parametrize("texts", [False, True])
-def test_remembered_courses_equal_those_of_the_policies(
-    names: list[str], decode_from: DecodeFrom, *, texts: bool
-) -> None:
+def test_remembered_courses_equal_those_of_the_policies(names: list[str], *, texts: bool) -> None:
     made = make_policies(names, SETTINGS | {"skip_prefill_for_text": texts})
-    policies = Policies(made, decode_from)
+    policies = Policies(made)
     for roles, items, tokens, prefills in product(
         (EPD, E_PD, PD, ONE, NOBODY), (0, 1, 2), (5, 50), (True, False)
     ):
         about = facts(roles, items, tokens, prefills=prefills)
-        fresh = Policies(made, decode_from).choose_policy(about)
+        fresh = Policies(made).choose_policy(about)
         assert policies.choose_policy(about) == fresh
 
 
@@ -356,7 +336,7 @@ def test_a_field_of_such_a_policy_has_the_setting_of_its_name(plugins: Path) -> 
     assert decided == ("encode_pd", COURSE)
 
 
-COURSE = Course(True, False, None, "table", "late")
+COURSE = Course(True, False)
 
 
 @pytest.mark.parametrize(

@@ -155,19 +155,6 @@ async def test_no_load_is_requested_with_an_interval_of_0(launch: Launch) -> Non
         assert asked() == 0
 
 
-async def test_encode_instances_report_no_load_with_round_robin(launch: Launch) -> None:
-    """The reports of the others show whether they hang."""
-    config: dict[str, Any] = {"encode_balance": "round_robin", "decode_balance": "round_robin"}
-    async with launch(encode=2, prefill=2, decode=2, **OFTEN | config) as fleet:
-        counts = []
-        for one in fleet.instances:
-            one.metrics, asked = counting(reports((0, 0)))
-            counts.append(asked)
-        await until(lambda: all(asked() > 3 for asked in counts[2:]))
-
-        assert [asked() for asked in counts[:2]] == [0] * 2
-
-
 async def test_requests_of_a_session_go_the_same_way(launch: Launch) -> None:
     by_session: dict[str, Any] = dict.fromkeys(
         ("encode_balance", "prefill_balance", "decode_balance"), "session"

@@ -6,7 +6,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 
@@ -239,26 +238,3 @@ async def test_fleet_without_encode_instances_has_no_backlog_of_them(launch: Lau
 
     assert "epd_encode_backlog_seconds" not in page
     assert page["epd_prefill_backlog_tokens"] == 0
-
-
-@pytest.mark.parametrize(("policies", "reported"), [(("cost",), True), ((), False)])
-async def test_load_of_a_single_instance_is_read_if_costs_are_compared(
-    launch: Launch, policies: tuple[str, ...], reported: bool
-) -> None:
-    async def page() -> web.Response:
-        asked.append("page")
-        samples = (f'vllm:num_requests_{name}{{engine="0"}} 2.0\n' for name in states)
-        return web.Response(text="# HELP\n" + "".join(samples))
-
-    asked, states = list[str](), ("running", "waiting")
-    async with launch(encode=1, decode=2, policies=policies, load_interval_s=0.05) as fleet:
-        fleet.e.metrics = page
-        for one in fleet.decode:
-            one.metrics = page
-        await until(lambda: len(asked) > 12)
-        async with fleet.http.get(f"{fleet.url}/metrics") as reply:
-            found = await reply.text()
-
-    samples = [line for line in found.splitlines() if "instance_reported_requests{" in line]
-    assert any(fleet.e.url in line for line in samples) is reported
-    assert any(fleet.d.url in line for line in samples)

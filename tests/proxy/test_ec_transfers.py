@@ -14,7 +14,6 @@ from tests.requests import image, input_audio, request, text, video
 from tests.support.fake_instance import (
     FakeInstance,
     Handler,
-    decodes,
     drops,
     encodes_without_params,
     fails_first,
@@ -23,7 +22,6 @@ from tests.support.fake_instance import (
     refuses,
 )
 from tests.support.fleet import Fleet, Launch, until
-from tests.support.picker import STRANGERS, Picker, picked_by
 from tests.support.redis_server import RedisServer
 from tests.support.registration import KEY, empty, listing, register, taking_part
 from tests.support.strict_encode import Memory, Pushes
@@ -340,39 +338,6 @@ async def test_a_prefill_instance_that_registers_is_pushed_to(launch: Launch) ->
         assert kinds(decode) == ["text", "image_url"]
         assert "ec_transfer_params" not in decode.calls[-1].body
         assert fleet.events.requests[-1].degraded == {"prefill-local"}
-
-
-async def test_a_picker_of_decode_instances_is_asked_once(launch: Launch) -> None:
-    pushes, where = Pushes(), "tcp://p:19019"
-    async with (
-        Picker().running() as picker,
-        empty(launch, ec_transfer="mooncake", **picked_by(picker)) as fleet,
-        taking_part(fleet, Role.ENCODE) as encode,
-        taking_part(fleet, Role.PREFILL, ec_zmq_addrs=[where]) as prefill,
-        taking_part(fleet, Role.DECODE) as decode,
-    ):
-        picker.answer = {"url": decode.url}
-        encode.chat, prefill.chat = pushes.encodes, refuses(503)
-        await ask(fleet, request(text(), image()))  # decode does everything in the end
-
-        assert len(decode.calls) == 1
-        assert len(picker.questions) == 1
-
-
-async def test_a_picker_that_names_a_stranger_is_asked_once(launch: Launch) -> None:
-    pushes, where, stranger = Pushes(), "tcp://pd:19019", FakeInstance(decodes)
-    async with (
-        stranger.running(),
-        Picker({"url": stranger.url}).running() as picker,
-        empty(launch, ec_transfer="mooncake", **picked_by(picker), **STRANGERS) as fleet,
-        taking_part(fleet, Role.ENCODE) as encode,
-        taking_part(fleet, Role.PREFILL_DECODE, ec_zmq_addrs=[where]) as other,
-    ):
-        encode.chat = pushes.encodes
-        await ask(fleet, request(text(), image()))  # the proxy knows no push address of it
-
-        assert (kinds(stranger), other.calls) == (["text", "image_url"], [])
-        assert len(picker.questions) == 1
 
 
 async def test_the_rank_of_the_push_prefills(launch: Launch) -> None:

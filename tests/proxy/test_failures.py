@@ -85,18 +85,6 @@ async def test_decodes_error_in_another_shape_is_made_openais(launch: Launch) ->
         assert reply["error"]["message"] == "Not Found"
 
 
-@pytest.mark.fault(39)
-async def test_half_of_an_end_mark_is_no_end(launch: Launch) -> None:
-    async with launch() as fleet:
-        fleet.d.chat = streams_then(chunk("a"), b"data: [DONE]\n")
-        async with fleet.post(request(text(), stream=True)) as reply:
-            content = await reply.read()
-
-        assert content.startswith(chunk("a") + b'data: {"error":{"message":')
-        assert b"[DONE]" not in content
-        assert [event.error for event in fleet.events.requests] == ["decode_truncated"]
-
-
 @pytest.mark.fault(40)
 async def test_an_error_event_of_decode_is_passed_on(launch: Launch) -> None:
     error = b'data: {"error": {"message": "late"}}\n\n'

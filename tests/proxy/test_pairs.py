@@ -36,7 +36,6 @@ FACTORS: dict[str, Sequence[Any]] = {
     "prefill": (0, 1, 2),
     "decode": (1, 2),
     "ranks": (1, 2),
-    "choice": ("late", "early"),
     "items": (0, 1, 3),
     "endpoint": ("/v1/chat/completions", "/v1/completions"),
     "stream": (False, True),
@@ -110,7 +109,6 @@ def settings_of(case: Case) -> dict[str, Any]:
         "ec_transfer": case["ec_transfer"],
         "ec_consumer_zmq_addrs": addresses(case),
         "ec_consumer_dp_size": case["ranks"],
-        "decode_choice": case["choice"],
         "encode_balance": balance,
         # No result depends on the speed of the machine.
         "conversation_budget_s": 30.0,

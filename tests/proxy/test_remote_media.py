@@ -94,23 +94,6 @@ async def test_fetched_media_are_counted_like_a_body_until_decode_has_answered(
             hanging.cancel()
 
 
-async def test_fetched_media_that_decode_does_not_get_make_room_for_others(
-    launch: Launch, origin: FakeOrigin
-) -> None:
-    origin.content = b"x" * 60_000
-    async with launch(**ALLOWED, max_inflight_bytes=100_000) as fleet:
-        fleet.d.chat = hangs
-        asked: list[asyncio.Task[Any]] = []
-        try:
-            for _ in range(3):
-                asked.append(asyncio.create_task(fleet.chat(request(image(origin.url)))))
-                await until(lambda: len(fleet.d.calls) == len(asked))
-            assert 80_000 < fleet.runner.app[ADMISSION].body_bytes < 100_000
-        finally:
-            for task in asked:
-                task.cancel()
-
-
 async def test_a_download_is_counted_while_it_arrives(launch: Launch, origin: FakeOrigin) -> None:
     end = asyncio.Event()
 

@@ -36,7 +36,6 @@ OFF = {
     "epd/request/encode",
     "epd/request/kv_peers.py",
     "epd/request/kv_readback.py",
-    "epd/request/picker.py",
     "epd/request/prefix.py",
     "epd/request/request_media.py",
     "epd/routing/namespaces.py",
@@ -130,8 +129,8 @@ async def answered(fleet: Fleet, body: dict[str, Any]) -> None:
     ("start", "most"),
     [
         (text_e_pd, Trip(50, 235, 50)),
-        (picture_e_p_d, Trip(81, 482, 83)),
-        (picture_hit, Trip(77, 400, 74)),
+        (picture_e_p_d, Trip(79, 476, 80)),
+        (picture_hit, Trip(75, 390, 71)),
     ],
 )
 async def test_no_trip_grows(

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.requests import Part, image, input_audio, request, text, video
-from tests.support.fake_instance import KV_PARAMS, REPLY, STREAM, refuses
+from tests.support.fake_instance import KV_PARAMS, REPLY, STREAM
 from tests.support.fleet import Launch
 
 topologies = pytest.mark.parametrize("prefill", [0, 1], ids=["d", "pd"])
@@ -67,16 +67,6 @@ async def test_health_has_an_empty_encode_cluster(launch: Launch, prefill: int) 
 
         assert (reply.status, body["encode_cluster"]) == (200, "empty")
         assert body["decode_cluster"] == "healthy"
-
-
-async def test_a_prefill_that_fails_leaves_it_to_decode(launch: Launch) -> None:
-    async with launch(encode=0, prefill=1) as fleet:
-        fleet.p.chat = refuses(500)
-        status, _ = await fleet.chat(request(text(), *MEDIA))
-
-        assert status == 200
-        assert without_uuids(fleet.d.calls[0].parts) == [text(), *MEDIA]
-        assert fleet.events.requests[0].degraded == {"prefill-local"}
 
 
 async def test_a_picture_with_only_a_name_is_rejected(launch: Launch) -> None:

@@ -1,6 +1,7 @@
 """Recovery after a failed attempt: each row of the recovery tables, and failures without a row."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,16 +25,15 @@ from epd.errors import (
     UpstreamTimeout,
     UpstreamUnreachable,
 )
-from epd.policies.plan import Course, Facts
+from epd.policies.plan import Course
 from epd.request.recovery import (
     ENCODE_RULES,
     FETCH_AGAIN_S,
     MAX_ATTEMPTS,
-    MAX_DECODES,
+    MAX_FAILURES,
     RULES,
     Attempt,
     EncodeFailure,
-    Encodings,
     FailedAttempt,
     encode_delay_s,
     next_attempt,
@@ -55,27 +55,30 @@ def item(*, has_media: bool = True) -> MMItem:
     return found
 
 
-def failure(error: ProxyError, **more: Any) -> FailedAttempt:
-    """Return a failure of the first attempt at P1 and D1, with an encoder output in the request."""
-    facts = Facts("/v1/chat/completions", prefills=True, items=1, roles=TABLE.roles)
-    attempt = Attempt(Course(), facts)._replace(**more.pop("attempt", {}))
-    depends, bare = more.pop("depends", True), more.pop("bare", (item(),))
-    prompt = Prompt({}, depends=depends, bare=bare, named=more.pop("named", False))
-    reads_back = more.pop("reads_back", False)
-    handover = None
-    if more.pop("prefilled", False) or reads_back:
-        handover = Handover("id", P1, earlier={"remote_engine_id": "e"} if reads_back else None)
-    others = {"other_prefills": True, "other_decodes": True, "may_prefill_locally": True} | more
-    return FailedAttempt(
-        attempt,
-        error,
-        others.pop("encodings", Encodings((EncodedItem(item(), OutputFacts(), "encoded"),))),
-        prompt,
-        others.pop("prefill", P1),
-        handover,
-        others.pop("decode", D1 if error.stage == "decode" else None),
-        **others,
-    )
+def failure(  # noqa: PLR0913 - the parts of a failure
+    error: ProxyError,
+    *,
+    attempt: Attempt | None = None,
+    tried: Instance | None = P1,
+    prefilled: bool = False,
+    reads_back: bool = False,
+    items: Sequence[EncodedItem] | None = (EncodedItem(item(), OutputFacts(), "encoded"),),
+    others: bool = True,
+    local: bool = True,
+    **prompt: Any,
+) -> FailedAttempt:
+    """Return a failure of an attempt at P1 or D1, with an encoder output in the request."""
+    attempt = replace(attempt or Attempt(Course()))
+    if items is not None:
+        attempt.encoded_items = items
+    attempt.prompt = Prompt({}, depends=True, bare=(item(),))._replace(**prompt)
+    if (error.stage == "prefill" and tried is not None) or prefilled or reads_back:
+        earlier = {"remote_engine_id": "e"} if reads_back else None
+        decode = D1 if error.stage == "decode" else None
+        attempt.handover = Handover("id", P1, decode=decode, earlier=earlier)
+    elif tried is not None:
+        attempt.first = TABLE.reserve_place(D1)
+    return FailedAttempt(attempt, error, others, local)
 
 
 def failed(stage: Stage, answered: int | None = None) -> UpstreamFailed:
@@ -90,12 +93,10 @@ def unreachable(stage: Stage) -> UpstreamUnreachable:
     return UpstreamUnreachable("x", stage=stage)
 
 
-DOUBTFUL: dict[str, Any] = {"avoided_decodes": (D2,), "doubtful": D2, "failures": ("decode",)}
-DOUBTFUL_PREFILL: dict[str, Any] = {
-    "avoided_prefills": (P2,),
-    "doubtful": P2,
-    "failures": ("prefill",),
-}
+DOUBTFUL = Attempt(Course(), avoided_decodes=(D2,), doubtful=D2, failures=("decode",))
+DOUBTFUL_PREFILL = Attempt(Course(), avoided_prefills=(P2,), doubtful=P2, failures=("prefill",))
+
+DIED_AT_PREFILL = UpstreamDied("x", stage="prefill")
 
 ROWS: list[tuple[int, FailedAttempt, dict[str, Any]]] = [
     (
@@ -110,7 +111,12 @@ ROWS: list[tuple[int, FailedAttempt, dict[str, Any]]] = [
     ),
     (
         4,
-        failure(rejected(500), depends=False, named=True, attempt={"failures": ("decode",)}),
+        failure(
+            rejected(500),
+            depends=False,
+            named=True,
+            attempt=Attempt(Course(), failures=("decode",)),
+        ),
         {
             "unnamed": True,
             "avoided_decodes": (D1,),
@@ -135,31 +141,34 @@ ROWS: list[tuple[int, FailedAttempt, dict[str, Any]]] = [
     (5, failure(failed("prefill")), {"failures": ("prefill",)}),
     (
         7,
-        failure(failed("prefill"), attempt={"avoided_prefills": (P2,), "failures": ("prefill",)}),
+        failure(
+            failed("prefill"),
+            attempt=Attempt(Course(), avoided_prefills=(P2,), failures=("prefill",)),
+        ),
         {"avoided_prefills": (P2, P1), "failures": ("prefill", "prefill"), "without_prefill": True},
     ),
     (
-        8,
+        5,
         failure(rejected(500), prefilled=True, depends=False),
         {"avoided_decodes": (D1,), "failures": ("decode",), "doubtful": D1},
     ),
     *(
-        (9, failure(error), {"avoided_decodes": (D1,), "failures": ("decode",)})
+        (5, failure(error), {"avoided_decodes": (D1,), "failures": ("decode",)})
         for error in (failed("decode"), UpstreamTimeout("x", stage="decode"))
     ),
     (
-        9,
+        5,
         failure(rejected(500), depends=False),
         {"avoided_decodes": (D1,), "failures": ("decode",), "doubtful": D1},
     ),
     (
-        10,
-        failure(unreachable("decode"), other_decodes=False, attempt=DOUBTFUL),
+        6,
+        failure(unreachable("decode"), others=False, attempt=DOUBTFUL),
         {"avoided_decodes": (D1,), "failures": ("decode",), "doubtful": None},
     ),
     *(
         (
-            10,
+            6,
             failure(error, attempt=DOUBTFUL),
             {"avoided_decodes": (D1,), "failures": ("decode", "decode"), "doubtful": None},
         )
@@ -168,7 +177,7 @@ ROWS: list[tuple[int, FailedAttempt, dict[str, Any]]] = [
     *(
         (
             6,
-            failure(error, other_prefills=False, attempt=DOUBTFUL_PREFILL),
+            failure(error, others=False, attempt=DOUBTFUL_PREFILL),
             {"avoided_prefills": (P1,), "failures": ("prefill", "prefill"), "doubtful": None},
         )
         for error in (
@@ -182,8 +191,8 @@ ROWS: list[tuple[int, FailedAttempt, dict[str, Any]]] = [
         3,
         failure(
             rejected(500),
-            other_decodes=False,
-            attempt={"avoided_decodes": (D2,), "failures": ("decode",)},
+            others=False,
+            attempt=Attempt(Course(), avoided_decodes=(D2,), failures=("decode",)),
         ),
         {
             "reencode": True,
@@ -196,8 +205,8 @@ ROWS: list[tuple[int, FailedAttempt, dict[str, Any]]] = [
         3,
         failure(
             failed("prefill", 500),
-            other_prefills=False,
-            attempt={"avoided_prefills": (P2,), "failures": ("prefill",)},
+            others=False,
+            attempt=Attempt(Course(), avoided_prefills=(P2,), failures=("prefill",)),
         ),
         {
             "reencode": True,
@@ -212,28 +221,46 @@ ROWS: list[tuple[int, FailedAttempt, dict[str, Any]]] = [
         {"reencode": True, "failures": ("prefill",), "doubtful": P1},
     ),
     # An instance that failed without dying gets the request again.
-    (5, failure(failed("prefill"), other_prefills=False), {"failures": ("prefill",)}),
+    (5, failure(failed("prefill"), others=False), {"failures": ("prefill",)}),
     # Each stage counts its own failures.
     (
         5,
-        failure(failed("prefill"), attempt={"failures": ("decode",)}),
+        failure(failed("prefill"), attempt=Attempt(Course(), failures=("decode",))),
         {"failures": ("decode", "prefill")},
     ),
     (
-        9,
-        failure(failed("decode"), attempt={"failures": ("prefill",)}),
+        5,
+        failure(failed("decode"), attempt=Attempt(Course(), failures=("prefill",))),
         {"avoided_decodes": (D1,), "failures": ("prefill", "decode")},
     ),
     # A 500 of prefill makes no decode instance doubtful.
     (
         5,
-        failure(failed("prefill", 500), depends=False, attempt={"avoided_decodes": (D2,)}),
+        failure(
+            failed("prefill", 500), depends=False, attempt=Attempt(Course(), avoided_decodes=(D2,))
+        ),
         {"avoided_decodes": (D2,), "failures": ("prefill",)},
     ),
     # Decode has failed, although prefill was asked to read blocks back.
     (
-        9,
+        5,
         failure(failed("decode"), reads_back=True),
+        {"avoided_decodes": (D1,), "failures": ("decode",)},
+    ),
+    # An instance that was not reached has neither failed nor read blocks back.
+    (5, failure(unreachable("prefill"), reads_back=True), {}),
+    # The only prefill instance that died is asked again only if decode cannot prefill.
+    (5, failure(DIED_AT_PREFILL), {"failures": ("prefill",)}),
+    (5, failure(DIED_AT_PREFILL, others=False, local=False), {"failures": ("prefill",)}),
+    (
+        7,
+        failure(DIED_AT_PREFILL, others=False),
+        {"failures": ("prefill",), "without_prefill": True},
+    ),
+    # A request that a prefill instance had keeps its need of a new id.
+    (
+        5,
+        failure(failed("decode"), attempt=Attempt(Course(), resent=True)),
         {"avoided_decodes": (D1,), "failures": ("decode",)},
     ),
 ]
@@ -249,19 +276,10 @@ def test_a_row_makes_the_next_attempt(
     attempt = next_attempt(case)
 
     # An attempt keeps the fields of the one before, but for those named here.
-    unsaid: dict[str, Any] = {
-        "avoided_prefills": (P1,),
-        "resent": True,
-        "encodings": None if changes.get("reencode") else case.encodings,
-    }
-    assert attempt == case.attempt._replace(**unsaid | changes)
-
-
-def test_an_instance_that_was_not_reached_has_not_read_blocks_back() -> None:
-    attempt = next_attempt(failure(unreachable("prefill"), reads_back=True))
-
-    assert attempt is not None
-    assert attempt.avoided_prefills == (P1,)
+    unsaid: dict[str, Any] = {"encoded_items": None} if changes.get("reencode") else {}
+    if case.attempt.handover is not None:
+        unsaid |= {"avoided_prefills": (P1,), "resent": True}
+    assert attempt == replace(case.attempt, **unsaid | changes)
 
 
 def test_decode_prefills_before_unreachable_instances_use_up_all_attempts() -> None:
@@ -269,19 +287,11 @@ def test_decode_prefills_before_unreachable_instances_use_up_all_attempts() -> N
     while not attempt.without_prefill:
         chosen += 1
         error = UpstreamUnreachable("x", stage="prefill")
-        following = next_attempt(failure(error, attempt=attempt._asdict(), decode=None))
+        following = next_attempt(failure(error, attempt=attempt))
         assert following is not None
         attempt = following
 
-    assert chosen == MAX_ATTEMPTS - MAX_DECODES
-
-
-def test_items_are_encoded_again_once() -> None:
-    """A consumer that expects a push depends on it after a second encode too."""
-    again = {"reencode": True, "failures": ("prefill",)}
-    case = failure(rejected(500), attempt=again, other_decodes=False)
-
-    assert next_attempt(case) is None
+    assert chosen == MAX_ATTEMPTS - MAX_FAILURES
 
 
 def test_every_row_has_a_case() -> None:
@@ -298,114 +308,82 @@ def test_every_row_has_a_case() -> None:
         failure(UpstreamDenied("x", stage="prefill")),
         failure(SuspectedFatal("x", stage="decode")),
         failure(rejected(404)),
-        failure(UpstreamTimeout("x", stage="decode"), other_decodes=False),
-        failure(UpstreamTimeout("x", stage="decode"), attempt={"failures": ("decode",)}),
-        failure(unreachable("decode"), other_decodes=False),
-        failure(unreachable("decode"), other_decodes=False, prefilled=True),
-        failure(unreachable("decode"), other_decodes=False, attempt=DOUBTFUL | {"doubtful": D1}),
+        failure(UpstreamTimeout("x", stage="decode"), others=False),
+        failure(
+            UpstreamTimeout("x", stage="decode"), attempt=Attempt(Course(), failures=("decode",))
+        ),
+        failure(unreachable("decode"), others=False),
+        failure(unreachable("decode"), others=False, prefilled=True),
+        failure(unreachable("decode"), others=False, attempt=replace(DOUBTFUL, doubtful=D1)),
         failure(UpstreamTimeout("x", stage="decode"), attempt=DOUBTFUL),
-        failure(rejected(500), attempt=DOUBTFUL | {"reencode": True}),
+        failure(rejected(500), attempt=replace(DOUBTFUL, reencode=True)),
         failure(
             failed("prefill", 500),
-            other_prefills=False,
-            may_prefill_locally=False,
-            attempt=DOUBTFUL_PREFILL | {"reencode": True},
+            others=False,
+            local=False,
+            attempt=replace(DOUBTFUL_PREFILL, reencode=True),
         ),
         failure(
             failed("prefill"),
-            other_prefills=False,
-            may_prefill_locally=False,
-            attempt=DOUBTFUL_PREFILL | {"doubtful": P1},
+            others=False,
+            local=False,
+            attempt=replace(DOUBTFUL_PREFILL, doubtful=P1),
         ),
         failure(
             UpstreamDenied("x", stage="prefill"),
-            may_prefill_locally=False,
+            local=False,
             attempt=DOUBTFUL_PREFILL,
         ),
         failure(rejected(404), attempt=DOUBTFUL),
         failure(
             unreachable("prefill"),
-            other_prefills=False,
-            may_prefill_locally=False,
+            others=False,
+            local=False,
             attempt=DOUBTFUL,
         ),
+        failure(UpstreamBusy("x", stage="prefill"), others=False, local=False),
+        failure(failed("decode"), attempt=Attempt(Course(), failures=("decode",))),
         failure(
-            UpstreamBusy("x", stage="prefill"), other_prefills=False, may_prefill_locally=False
+            rejected(500),
+            prefilled=True,
+            depends=False,
+            attempt=Attempt(Course(), failures=("decode",)),
         ),
-        failure(failed("decode"), attempt={"failures": ("decode",)}),
-        failure(rejected(500), prefilled=True, depends=False, attempt={"failures": ("decode",)}),
-        failure(rejected(400), attempt={"raw": True}),
-        failure(rejected(400), attempt={"reencode": True}),
+        failure(rejected(400), attempt=Attempt(Course(), raw=True)),
+        failure(rejected(400), attempt=Attempt(Course(), reencode=True)),
         failure(rejected(400), bare=()),
         failure(
             rejected(500),
             depends=False,
             named=True,
-            attempt=DOUBTFUL | {"unnamed": True, "doubtful": D1},
+            attempt=replace(DOUBTFUL, unnamed=True, doubtful=D1),
         ),
-        failure(rejected(500), depends=False, other_decodes=False),
-        failure(rejected(500), attempt={"reencode": True, "failures": ("decode",)}),
-        failure(failed("prefill"), attempt={"failures": ("prefill",)}, may_prefill_locally=False),
+        failure(rejected(500), depends=False, others=False),
+        failure(rejected(500), attempt=Attempt(Course(), reencode=True, failures=("decode",))),
+        failure(failed("prefill"), attempt=Attempt(Course(), failures=("prefill",)), local=False),
+        # A consumer that expects a push depends on it after a second encode too.
+        failure(
+            rejected(500),
+            others=False,
+            attempt=Attempt(Course(), reencode=True, failures=("prefill",)),
+        ),
+        # Metadata that were refused stay refused if an item has no media.
+        failure(rejected(400), items=(EncodedItem(item(has_media=False), OutputFacts(), "hit"),)),
     ],
 )
 def test_the_client_gets_the_error(case: FailedAttempt) -> None:
     assert next_attempt(case) is None
 
 
-@pytest.mark.parametrize("resent", [False, True])
-def test_a_request_gets_a_new_id_only_after_a_prefill_instance_had_it(resent: bool) -> None:
-    case = failure(failed("decode"), attempt={"resent": resent}, prefill=None)
-    attempt = next_attempt(case)
-
-    assert attempt is not None
-    assert attempt.resent is resent
-
-
-def test_metadata_that_were_refused_stay_refused_without_the_media() -> None:
-    whole = EncodedItem(item(), OutputFacts(), "encoded")
-    bare = EncodedItem(item(has_media=False), OutputFacts(), "hit")
-
-    assert next_attempt(failure(rejected(400), encodings=Encodings((whole, bare)))) is None
-    assert next_attempt(failure(rejected(400), encodings=Encodings((whole, whole)))) is not None
-
-
-@pytest.mark.parametrize(
-    ("others", "local", "without_prefill"), [(True, True, False), (False, True, True)]
-)
-def test_the_only_prefill_instance_that_died_is_not_asked_again_if_decode_can_prefill(
-    others: bool, local: bool, without_prefill: bool
-) -> None:
-    died = UpstreamDied("x", stage="prefill")
-    attempt = next_attempt(failure(died, other_prefills=others, may_prefill_locally=local))
-
-    assert attempt is not None
-    assert attempt.without_prefill is without_prefill
-
-
-def test_the_only_prefill_instance_that_died_is_asked_again_if_decode_cannot_prefill() -> None:
-    died = UpstreamDied("x", stage="prefill")
-    attempt = next_attempt(failure(died, other_prefills=False, may_prefill_locally=False))
-
-    assert attempt is not None
-    assert not attempt.without_prefill
-
-
-def test_an_instance_that_was_not_reached_has_not_failed() -> None:
-    attempt = next_attempt(failure(unreachable("prefill")))
-
-    assert attempt is not None
-    assert (attempt.avoided_prefills, attempt.failures) == ((P1,), ())
-
-
-@pytest.mark.parametrize("known", [None, Encodings(namespace="n")])
-def test_an_attempt_that_failed_before_its_encode_leaves_no_encoder_outputs(
-    known: Encodings | None,
+@pytest.mark.parametrize("known", [None, (EncodedItem(item(), OutputFacts(), "encoded"),)])
+def test_an_attempt_that_failed_before_its_encode_leaves_those_of_an_earlier_one(
+    known: Sequence[EncodedItem] | None,
 ) -> None:
     error = NoInstance("x", stage="prefill")
-    attempt = next_attempt(failure(error, attempt={"encodings": known}, encodings=None))
+    attempt = next_attempt(failure(error, items=known, tried=None))
 
     assert attempt is not None
-    assert attempt.encodings is known
+    assert attempt.encoded_items is known
 
 
 MAKERS: list[Callable[[Stage], ProxyError]] = [
@@ -422,6 +400,9 @@ STAGES: tuple[Stage, ...] = ("prefill", "decode")
 ERRORS = [make(stage) for stage in STAGES for make in MAKERS]
 
 
+FLAGS = ("resent", "reencode", "raw", "unnamed", "without_prefill")
+
+
 class LongestCourse:
     """The most instances that a request can reach, over all courses of failures.
 
@@ -430,14 +411,19 @@ class LongestCourse:
     """
 
     def __init__(self, *, local: bool, others: bool, unreached: int) -> None:
-        options = {"other_prefills": others, "other_decodes": others}
-        self._options = options | {"may_prefill_locally": local}
+        self._others, self._local = others, local
         self._unreached = unreached
         self._known: dict[object, int] = {}
 
     def after(self, attempt: Attempt, unreached: int = 0) -> int:
-        _, _, *variables = attempt._replace(encodings=None)
-        state = (*variables, unreached)
+        state = (
+            len(attempt.avoided_prefills),
+            attempt.doubtful in attempt.avoided_prefills,
+            attempt.doubtful in attempt.avoided_decodes,
+            *sorted(attempt.failures),
+            *(getattr(attempt, flag) for flag in FLAGS),
+            unreached,
+        )
         if state not in self._known:
             self._known[state] = max(
                 self._with(error, attempt, unreached)
@@ -455,11 +441,12 @@ class LongestCourse:
         cases = [
             failure(
                 error,
-                attempt=attempt._asdict(),
+                attempt=attempt,
                 depends=depends,
                 named=not (depends or attempt.unnamed),
                 reads_back=not attempt.resent,  # a turn leaves its blocks to one attempt
-                **self._options,
+                others=self._others,
+                local=self._local,
             )
             for depends in (True, False)
         ]
@@ -474,10 +461,9 @@ def test_the_longest_course_of_failures_takes_all_attempts(
     local: bool, most: int, others: bool, unreached: int
 ) -> None:
     """With it, `MAX_ATTEMPTS` is neither too small nor too large."""
-    first = Attempt(Course(), Facts("/", prefills=True, items=1, roles=TABLE.roles))
     longest = LongestCourse(local=local, others=others, unreached=unreached)
 
-    assert longest.after(first) == most
+    assert longest.after(Attempt(Course())) == most
 
 
 def encode_failure(error: ProxyError, **more: Any) -> EncodeFailure:

@@ -69,7 +69,7 @@ def test_wait_behind_other_requests_is_not_learned() -> None:
 def test_time_for_requests_of_other_clients_is_not_learned() -> None:
     clock = Clock()
     table = learned(clock, E1, E2)
-    assert table.reports_due([Role.ENCODE], 1.0) == [E1, E2]
+    table.reports_due(1.0)
     table.record_report(E1, Report(0, 3, {}), 1e6)
     answer(table, clock, 1000, 4 * SPEED.work_s(1, 1000), E1)
 
@@ -157,7 +157,7 @@ def test_forecast_counts_the_queue_and_the_items_before() -> None:
 def test_forecast_counts_requests_of_other_clients_as_the_mean() -> None:
     clock = Clock()
     table = learned(clock, E1, E2)
-    table.reports_due([Role.ENCODE], 1.0)
+    table.reports_due(1.0)
     table.record_report(E1, Report(1, 1, {}), 1e6)
     forecast = Forecast(table, fits=lambda one: one == E1)
     mean = table.load(E1).encode.mean_tokens

@@ -204,22 +204,6 @@ def test_ranks_use_the_proxys_own_counts_if_a_report_is_missing() -> None:
 A, B = (Instance(Role.DECODE, f"http://{name}:1") for name in "ab")
 
 
-def test_a_single_instance_is_polled_only_for_its_ranks_and_its_kv_transfers() -> None:
-    one, other, wide = (
-        Instance(Role.PREFILL_DECODE, "http://w:1"),
-        Instance(Role.PREFILL_DECODE, "http://v:1"),
-        Instance(Role.PREFILL_DECODE, "http://w:1", dp_size=2),
-    )
-    roles = [Role.PREFILL_DECODE]
-
-    assert table_of(one)[0].reports_due(roles, INTERVAL_S) == []
-    assert table_of(one, other)[0].reports_due(roles, INTERVAL_S) == [one, other]
-    assert table_of(one, other)[0].reports_due([Role.PREFILL], INTERVAL_S) == []
-    assert table_of(wide)[0].reports_due(roles, INTERVAL_S) == [wide]
-    assert table_of(one)[0].reports_due(roles, INTERVAL_S, single=True) == [one]
-    assert table_of(A)[0].reports_due([Role.DECODE], INTERVAL_S) == [A]
-
-
 def kv_bandwidths(*moved: tuple[float, float]) -> list[float | None]:
     """Return the bandwidth after each report of these sums of bytes and seconds."""
     load = Load(URL)
@@ -241,26 +225,26 @@ def test_kv_bandwidth_ignores_the_sums_of_a_restarted_engine() -> None:
 
 def test_a_down_instance_is_not_polled_and_its_report_is_dropped() -> None:
     table, clock = table_of(A, B)
-    for one in table.reports_due([Role.DECODE], INTERVAL_S):
+    for one in table.reports_due(INTERVAL_S):
         table.record_report(one, report(7), INTERVAL_S)
     for _ in range(3):
         table.record_probe(A, well=False)
     clock.now_s = REPORT_TTL_INTERVALS * INTERVAL_S
 
-    assert table.reports_due([Role.DECODE], INTERVAL_S) == [B]
+    assert table.reports_due(INTERVAL_S) == [B]
     assert table.load(A).report is None
     assert (table.load(A).value, table.load(B).value) == (0, 0)
 
 
 def test_a_report_of_a_removed_instance_is_ignored() -> None:
     table, _ = table_of(A, B)
-    table.reports_due([Role.DECODE], INTERVAL_S)
+    table.reports_due(INTERVAL_S)
     table.remove(A)
     table.record_report(A, report(7), INTERVAL_S)
     table.add(A)
 
     assert table.load(A).value == 0
-    assert table.reports_due([Role.DECODE], INTERVAL_S) == [A]
+    assert table.reports_due(INTERVAL_S) == [A]
 
 
 def test_requests_of_a_recovered_instance_are_still_counted() -> None:

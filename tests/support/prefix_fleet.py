@@ -319,7 +319,7 @@ class Fleet:
     def _report(self) -> None:
         size = CACHE_TOKENS if self.reports_size else 0
         for table in self.tables:
-            for one in table.reports_due([Role.PREFILL_DECODE], REPORTS_S):
+            for one in table.reports_due(REPORTS_S):
                 engine = self.engines[one]
                 report = Report(len(engine.waiting), engine.running, {}, size)
                 table.record_report(one, report, REPORTS_S)

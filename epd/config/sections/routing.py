@@ -10,11 +10,10 @@ from epd.config.fields import (
     HeaderName,
     HostPatterns,
     PolicyNames,
-    Seconds,
     SecondsOrNone,
     Section,
 )
-from epd.policies.plan import DecodeChoice, DecodeFrom
+from epd.policies.plan import DecodeFrom
 from epd.routing import BalanceName, ItemBalanceName
 from epd.routing.instances import ANSWERING, Role
 
@@ -45,22 +44,15 @@ class RouteSettings(Section):
     """coordination policies by name, comma-separated: the first one that applies to a request
     decides which stages run on which instances; default: derived from the other settings and the
     instances"""
-    decode_choice: DecodeChoice = "late"
-    """time at which the decode instance is chosen: after the prefill response (late), or before the
-    prefill request (early)"""
     decode_from: DecodeFrom = "table"
     """source of the decode instance: the proxy's table of instances, the client's --decode-header
-    if it is sent, or the endpoint picker at --decode-picker-url"""
+    if it is sent"""
     decode_header: HeaderName = "x-decoder-host-port"
     """request header in which a client names the decode instance, as host:port, with --decode-from
     header"""
     decode_hosts: HostPatterns = ()
-    """hosts that the header or the picker may name in addition to the known instances,
-    comma-separated: names, *.domain, networks"""
-    decode_picker_url: EndpointUrl = None
-    """URL of the endpoint picker, with --decode-from picker"""
-    decode_picker_timeout_s: Seconds = 0.5
-    """maximum time for the picker's response, in seconds"""
+    """hosts that the header may name in addition to the known instances, comma-separated: names,
+    *.domain, networks"""
     encode_balance: ItemBalanceName = "affinity"
     """choice of the encode instance of a media item: the same one per item (affinity) or per
     session (session) while its load is within a bound, round robin, the least loaded one, or the

@@ -1,0 +1,179 @@
+"""Choice of the prefill and the decode instance: by the table, the client's header."""
+
+import re
+from collections.abc import Sequence
+from typing import Literal
+
+from epd.errors import BadRequest, NoInstance, RequestRefused
+from epd.request.recovery import Attempt
+from epd.request.request import Request
+from epd.routing.balance import Choice
+from epd.routing.instances import ANSWERING, Instance, Role
+from epd.routing.prefix import NO_PREFIX, Prefix
+from epd.routing.recent_items import BY_CONTENT, RecentItems
+from epd.routing.table import InstanceTable
+from epd.routing.urls import is_allowed, service_url
+
+NAMED = re.compile(r"https?://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]+)?")
+"""Valid URLs of an instance outside the table. A URL with a path is rejected, and so is a host that
+parsers could read in two ways."""
+
+
+class Choices:
+    """Choice of the prefill and the decode instance of each attempt.
+
+    An instance that a client names must be in the table, or on a host of
+    `--decode-hosts`: a client must not make the proxy connect to an arbitrary host.
+    """
+
+    def __init__(self, table: InstanceTable, recent: RecentItems) -> None:
+        """Choose from the table. `recent` tells where items were used last."""
+        self._table = table
+        self._recent = recent
+        self._prefills = Choice(table, Role.PREFILL)
+        self._decodes = Choice(table, *ANSWERING)
+
+    def has_untried_prefill(self, attempt: Attempt) -> bool:
+        """Return whether there is an eligible prefill instance that has not had the request."""
+        local = attempt.course.prefill_url is not None
+        return not local and self._prefills.has_untried(attempt.tried_prefills)
+
+    def has_untried_decode(self, attempt: Attempt) -> bool:
+        """Return whether there is an eligible decode instance that has not had the request.
+
+        A client's choice is not replaced.
+        """
+        return attempt.named is None and self._decodes.has_untried(attempt.tried_decodes)
+
+    def choose_prefill(self, request: Request, attempt: Attempt, prefix: Prefix) -> Instance:
+        """Return the prefill instance beside the proxy, or the best one of the table.
+
+        Raises:
+            NoInstance: there is none.
+        """
+        if (url := attempt.course.prefill_url) is None:
+            return self._best("prefill", request, attempt, prefix, encodes=True)
+        if (local := self._table.find_instance(url, Role.PREFILL)) is not None:
+            return local
+        raise NoInstance(
+            "the prefill instance beside the proxy is not in the instance table; register it",
+            slug="no_prefill",
+            stage="prefill",
+        )
+
+    def choose_decode(
+        self,
+        request: Request,
+        attempt: Attempt,
+        prefix: Prefix = NO_PREFIX,
+        prefill: Instance | None = None,
+    ) -> Instance:
+        """Return the decode instance, if possible one that has not been tried.
+
+        `prefix` is the content of the prompt; without a prefill instance, decode computes it.
+
+        Raises:
+            NoInstance: there is no decode instance.
+        """
+        encodes = prefill is None
+        return attempt.named or self._best("decode", request, attempt, prefix, encodes=encodes)
+
+    def named_by_client(self, request: Request) -> Instance | None:
+        """Return the decode instance that the client's header names; None if it names none.
+
+        Raises:
+            BadRequest: the header's value is invalid.
+            RequestRefused: 403, the named instance is not allowed.
+        """
+        if request.config.decode_from != "header":
+            return None
+        header = request.config.decode_header
+        value = request.client_headers.get(header)
+        if value is None:
+            if self._table.of_roles(*ANSWERING):
+                return None
+            raise BadRequest(
+                f"the proxy has no decode instance; name one in the header {header}: host:port",
+                slug="decode_not_named",
+            )
+        try:
+            found = self._at(value, request.config.decode_hosts)
+        except ValueError:
+            raise BadRequest(
+                f"{header} must be host:port, or a URL such as http://host:port",
+                slug="invalid_decode",
+            ) from None
+        if found is None:
+            raise RequestRefused(
+                403,
+                f"{header} names neither a decode instance of this proxy nor a host of "
+                "--decode-hosts",
+                slug="host_not_allowed",
+            )
+        return found
+
+    def choose_release_instance(
+        self, tried: Sequence[Instance], request: Request
+    ) -> Instance | None:
+        """Return an untried instance of the table to release KV blocks; None if there is none."""
+        if not self._decodes.has_untried(tried):
+            return None
+        return self._decodes.best_instance(tried, balance=request.config.decode_balance)
+
+    def _best(
+        self,
+        stage: Literal["prefill", "decode"],
+        request: Request,
+        attempt: Attempt,
+        prefix: Prefix,
+        *,
+        encodes: bool,
+    ) -> Instance:
+        """Return the best instance of the table for a stage, which may encode the items too.
+
+        It is preferably that of the previous turn, or else one that has used the same items.
+        """
+        config, prefer = request.config, None
+        before = None if request.turn is None else request.turn.before
+        if stage == "prefill":
+            choice, tried, balance = (
+                self._prefills,
+                attempt.avoided_prefills,
+                config.prefill_balance,
+            )
+            prefer = None if before is None else before.prefill
+        else:
+            choice, tried, balance = self._decodes, attempt.avoided_decodes, config.decode_balance
+            prefer = None if before is None else before.decode
+        attracted = encodes and attempt.course.local and balance not in BY_CONTENT
+        items = [item.identity for item in request.items] if attracted else []
+        if items:
+            prefer = prefer or self._recent.nearest_url(items)
+        instance = request.watched.choose_instance(
+            stage,
+            lambda fits: choice.best_instance(
+                tried,
+                balance=balance,
+                session=request.session,
+                prefix=prefix if balance == "content" else NO_PREFIX,
+                prefer=prefer,
+                fits=fits,
+            ),
+        )
+        if items:
+            self._recent.record(items, instance.url)
+        return instance
+
+    def _at(self, named: str, hosts: Sequence[str]) -> Instance | None:
+        """Return the decode instance at `host:port` or a URL; None if it is not allowed.
+
+        Raises:
+            ValueError: `named` is neither.
+        """
+        url = service_url(named)
+        found = self._table.find_instance(url, *ANSWERING)
+        if found is None and "://" not in named:
+            found = self._table.find_instance(url.replace("http:", "https:", 1), *ANSWERING)
+        if found is None and hosts and NAMED.fullmatch(url) and is_allowed(url, hosts):
+            found = Instance(Role.DECODE, url)
+        return found
