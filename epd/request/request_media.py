@@ -73,7 +73,7 @@ def media_prompt(
 
 def media_work(request: Request, encoded_items: Sequence[EncodedItem]) -> Work:
     """Return the predicted work of the instance that prefills a request with media."""
-    cuts = request.media.cuts
+    cuts = request.cuts
     # `text_bytes` includes short media, which are not cut.
     uncut = [
         item for item in request.items if inline_bytes(item, cuts) == inline_bytes(item, NO_CUTS)

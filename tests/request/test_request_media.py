@@ -12,7 +12,7 @@ from epd.api.endpoints import ENDPOINTS
 from epd.api.items import MMItem
 from epd.api.prompts import BYTES_PER_TOKEN
 from epd.encoder_cache.keys import Keys
-from epd.request.request import CutMedia, Request
+from epd.request.request import Request
 from epd.request.request_media import media_work
 from epd.routing.table import Work
 from epd.tenants import ANONYMOUS
@@ -70,7 +70,7 @@ def test_media_that_were_cut_out_of_the_body_are_no_text() -> None:
     body, cuts, text_bytes = cut_and_parsed(raw, parse_object, len(raw))
     [item] = ENDPOINTS[CHAT].items(body)
     encoded = EncodedItem(item, OutputFacts(), "local", 10)
-    cut = Request("r", body, CONFIG, items=[item], media=CutMedia(cuts=cuts), text_bytes=text_bytes)
+    cut = Request("r", body, CONFIG, items=[item], cuts=cuts, text_bytes=text_bytes)
 
     assert cuts
     assert media_work(cut, [encoded]).prompt_tokens == text_bytes // BYTES_PER_TOKEN + 10
