@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import psutil
 from PIL import Image
 
 from epd.routing.instances import Role
@@ -80,8 +81,22 @@ def ask(url: str, parts: Sequence[Part], tokens: int = 1) -> Timed:
         return Timed(ttft_s, reply.headers.get("x-epd-items") or "")
 
 
+class Measured(NamedTuple):
+    """URL that is measured, and the processes that work for it, with their children."""
+
+    url: str
+    pids: Sequence[int]
+
+    def cpu_s(self) -> float:
+        """Return the seconds of CPU that the processes have used."""
+        parents = [psutil.Process(pid) for pid in self.pids]
+        children = [child for parent in parents for child in parent.children(recursive=True)]
+        times = [process.cpu_times() for process in parents + children]
+        return sum(each.user + each.system for each in times)
+
+
 @contextmanager
-def running(model: Path) -> Iterator[tuple[ForkedStack, str]]:
+def running(model: Path) -> Iterator[tuple[ForkedStack, Measured]]:
     """Start servers with a store behind the proxy, and a plain server; yield both."""
     with tempfile.TemporaryDirectory() as folder:
         given: Mapping[str, Any] = {"local_media": Path(folder), "flags": FLAGS}
@@ -101,7 +116,8 @@ def running(model: Path) -> Iterator[tuple[ForkedStack, str]]:
             ForkedStack(model, Topology.parse("1pd"), Path(folder) / "plain", **given) as plain,
         ):
             time.sleep(12)  # the proxy has read that the servers write
-            yield servers, plain.all_engines[0].url
+            server = plain.all_engines[0]
+            yield servers, Measured(server.url, [plain.process_of(server).pid])
             memory.terminate()
 
 
@@ -139,30 +155,36 @@ def first_tokens(proxy: str, plain: str, rounds: int) -> None:
         print(f"TTFT {size[0]}x{size[1]} {kind}: {shown}; {ratios}", flush=True)
 
 
-def throughput(proxy: str, plain: str, rounds: int, requests: int = 16) -> None:
-    """Print the requests/s of new pictures at one server with a store, over the plain one."""
-    ratios = []
+def throughput(ours: Measured, plain: Measured, rounds: int, requests: int = 16) -> None:
+    """Print requests/s and CPU of new pictures at one server with a store, over the plain one.
+
+    CPU is that of server and proxy. Unlike requests/s it is comparable on a busy machine.
+    """
+    rates: list[list[float]] = [[], []]
+    used_s: list[list[float]] = [[], []]
     for _ in range(rounds):
-        rates = []
-        for url in (plain, proxy):
+        for number, measured in enumerate((ours, plain)):
             new = [[picture(*SIZES[0])] for _ in range(requests)]
-            began_s = time.perf_counter()
+            began_s, used = time.perf_counter(), measured.cpu_s()
             with ThreadPoolExecutor(4) as pool:
-                list(pool.map(lambda parts, url=url: ask(url, parts, 8), new))
-            rates.append(requests / (time.perf_counter() - began_s))
-        ratios.append(rates[1] / rates[0])
-    print(f"new pictures, requests/s over the plain server: {statistics.median(ratios):.2f}")
+                list(pool.map(lambda parts, url=measured.url: ask(url, parts, 8), new))
+            rates[number].append(requests / (time.perf_counter() - began_s))
+            used_s[number].append(measured.cpu_s() - used)
+    for what, (with_store, without) in (("requests/s", rates), ("CPU", used_s)):
+        ratio = statistics.median(map(truediv, with_store, without))
+        print(f"new pictures, {what} over the plain server: {ratio:.2f}", flush=True)
 
 
 @contextmanager
-def proxy_of_one(servers: ForkedStack) -> Iterator[str]:
-    """Start a proxy before the first of the servers; yield its URL."""
+def proxy_of_one(servers: ForkedStack) -> Iterator[Measured]:
+    """Start a proxy before the first of the servers; yield both, by the proxy's URL."""
     flags = ["--servers-urls", servers.all_engines[0].url, "--ec-store", servers.store]
     command = [sys.executable, "-m", "epd", "serve", "--host", "127.0.0.1", "--port", "0", *flags]
     with subprocess.Popen([*command, "--log-format", "json"], stderr=subprocess.PIPE) as process:
         if process.stderr is None:
             raise RuntimeError("the proxy has no log")
-        yield json.loads(process.stderr.readline())["url"]
+        server = servers.process_of(servers.all_engines[0]).pid
+        yield Measured(json.loads(process.stderr.readline())["url"], [process.pid, server])
         process.terminate()
 
 
@@ -191,12 +213,12 @@ def main() -> None:
     given = parser.parse_args()
     rounds = given.rounds
     with running(given.model) as (servers, plain):
-        for url in itertools.chain([servers.url] * 2, [plain]):
+        for url in itertools.chain([servers.url] * 2, [plain.url]):
             ask(url, [picture(*SIZES[0])])
         with proxy_of_one(servers) as one_server:
             time.sleep(5)
             throughput(one_server, plain, rounds)
-        first_tokens(servers.url, plain, rounds)
+        first_tokens(servers.url, plain.url, rounds)
         window(servers)
 
 

@@ -2,6 +2,7 @@
 
 import enum
 import heapq
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -45,6 +46,7 @@ class Fetcher:
     """Fetcher of entries on threads, which holds them within a memory budget.
 
     All methods are for one thread, the engine's scheduler, and access neither disk nor network.
+    Only `wait_for_result` waits.
 
     A fetch's deadline starts when a thread takes it: time in the queue does not count. A fetch that
     is late counts as missing, and as a failure for the breaker; its entry is kept if it arrives
@@ -63,6 +65,7 @@ class Fetcher:
         memory_bytes: memory budget for pinned entries, kept entries, and reservations.
         threads: number of entries fetched at once.
         keeps: whether entries stay in memory after their last pin, while there is room.
+        wait_s: how long a step of the engine may wait for results, in total.
         clock: monotonic clock in seconds.
     """
 
@@ -75,6 +78,7 @@ class Fetcher:
     memory_bytes: int = MEMORY_BYTES
     threads: int = THREADS
     keeps: bool = True
+    wait_s: float = 0.0
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
@@ -83,6 +87,7 @@ class Fetcher:
         self._queue = FetchQueue()
         self._fetches: dict[str, Fetch] = {}
         self._results: deque[Fetch] = deque()
+        self._arrived = threading.Event()
         self._timers: list[tuple[float, int, Fetch]] = []
         self._numbers = count()
         self._hanging = 0
@@ -157,6 +162,12 @@ class Fetcher:
         self._check_s = min(first, now + CHECK_EVERY_S)
         return settled
 
+    def wait_for_result(self, seconds: float) -> None:
+        """Wait until `process_results` has a result of a thread, for at most this long."""
+        self._arrived.clear()
+        if not self._results:
+            self._arrived.wait(seconds)
+
     def entry(self, identifier: str) -> HeldEntry | None:
         return self._memory.entry(identifier)
 
@@ -223,6 +234,7 @@ class Fetcher:
             fetch.error = error
         fetch.ended_s = self.clock()
         self._results.append(fetch)
+        self._arrived.set()
 
     def _drop_next(self) -> None:
         """Answer the first fetch of the queue with a miss: there is no thread to run it."""
@@ -231,6 +243,7 @@ class Fetcher:
             fetch.ended_s = fetch.taken_s
             fetch.dropped = True
             self._results.append(fetch)
+            self._arrived.set()
 
     def _finish(self, fetch: Fetch, now: float) -> Iterator[tuple[str, FetchState]]:
         self._queue.end_fetch(fetch)

@@ -2,7 +2,7 @@
 
 Each process has one connection to the server (`ec_store.arena`). The scheduler's connection pins
 entries, and a worker's connection holds the writes that it has begun. A thread of each process
-looks after the connection, so that no step waits for the server.
+looks after the connection, so that no step waits for that.
 """
 
 import logging

@@ -39,6 +39,13 @@ from ec_store.vllm_connector.worker import (
     reader,
 )
 
+HOST_WAIT_S = 0.002
+"""Upper bound of the time in seconds that a step waits for lookups in a host's memory.
+
+Such a lookup takes some tenths of a millisecond. A request with an unfinished lookup is scheduled
+in the next step at the earliest: its first token is later by a whole step, and it is not prefilled
+together with requests that came at the same time."""
+
 logger = logging.getLogger("vllm.ec_store")
 
 P = ParamSpec("P")
@@ -116,6 +123,7 @@ class ECStoreConnector(ECConnectorBase):
                 threads=config.fetch_threads or fetch_threads(config.store),
                 # An entry of a host's memory that is kept could not be evicted.
                 keeps=not isinstance(self._store, ArenaStore),
+                wait_s=HOST_WAIT_S if isinstance(self._store, ArenaStore) else 0.0,
             )
             widths = Widths(vllm_config, config.encoder_output_widths)
             self._consumer = Consumer(self._fetcher, model_config, resolver, widths, self.counts)

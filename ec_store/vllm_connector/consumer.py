@@ -119,6 +119,7 @@ class Consumer:
     ) -> None:
         """Create the consumer; `counts` gets failed requests and rejected entries."""
         self._fetcher = fetcher
+        self._wait_left_s = fetcher.wait_s
         self._dtype = DTYPES[model_config.dtype]
         # Building a processor is slow: it is done here and not in a step.
         self._fields = {modality: resolver.fields_for(modality) for modality in MODALITIES}
@@ -145,10 +146,10 @@ class Consumer:
             self._release_computed(needs, computed)
         if needs.passed == len(needs.parts):
             return True
-        for identifier, state in self._fetcher.process_results():
-            self._record_result(identifier, state)
+        self._record_results()
         if not needs.admitted and (self._blocking is None or self._blocking is needs):
             self._admit(request, needs)
+            self._wait_for_fetches(needs)
         while needs.arrived and not needs.failed:
             self._settle_part(request, needs, *needs.arrived.pop())
         return needs.admitted and not needs.waiting and not needs.failed
@@ -200,6 +201,7 @@ class Consumer:
     def end_step(self) -> dict[str, HeldEntry]:
         """Return the step's loads. The scheduler starts with its first request again after it."""
         self._blocking = None
+        self._wait_left_s = self._fetcher.wait_s
         taken, self._loads = self._loads, {}
         return taken
 
@@ -287,13 +289,22 @@ class Consumer:
         columns = self._widths.known_columns(modality)
         return ItemTarget(part.identifier, modality, self._dtype, part.tokens, columns)
 
-    def _record_result(self, identifier: str, state: FetchState) -> None:
-        """Pass the result of a fetch to the waiting requests; their next call settles the item."""
-        for part, needs in self._waiters.pop(identifier, {}).items():
-            part.how = How.OPEN
-            part.holds_pin = state is FetchState.READY
-            needs.waiting -= 1
-            needs.arrived.append((part, state))
+    def _wait_for_fetches(self, needs: Needs) -> None:
+        """Wait for the fetches of a request that was just admitted, within the step's time."""
+        while needs.waiting and self._wait_left_s > 0:
+            began_s = time.monotonic()
+            self._fetcher.wait_for_result(self._wait_left_s)
+            self._wait_left_s -= time.monotonic() - began_s
+            self._record_results()
+
+    def _record_results(self) -> None:
+        """Pass results of fetches to the waiting requests; their next call settles the items."""
+        for identifier, state in self._fetcher.process_results():
+            for part, needs in self._waiters.pop(identifier, {}).items():
+                part.how = How.OPEN
+                part.holds_pin = state is FetchState.READY
+                needs.waiting -= 1
+                needs.arrived.append((part, state))
 
     def _settle_part(self, request: Any, needs: Needs, part: Part, state: FetchState) -> None:
         if part.how is not How.OPEN:  # the item was computed meanwhile

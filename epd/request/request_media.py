@@ -73,8 +73,12 @@ def media_prompt(
 
 def media_work(request: Request, encoded_items: Sequence[EncodedItem]) -> Work:
     """Return the predicted work of the instance that prefills a request with media."""
-    # Short media are not cut.
-    text_bytes = request.text_bytes - sum([inline_bytes(item, NO_CUTS) for item in request.items])
+    cuts = request.cuts
+    # `text_bytes` includes short media, which are not cut.
+    uncut = [
+        item for item in request.items if inline_bytes(item, cuts) == inline_bytes(item, NO_CUTS)
+    ]
+    text_bytes = request.text_bytes - sum([inline_bytes(item, NO_CUTS) for item in uncut])
     tokens = [
         known.tokens or media_tokens(known.encoded.metadata) or TYPICAL_TOKENS[known.item.modality]
         for known in encoded_items

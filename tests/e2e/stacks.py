@@ -114,6 +114,7 @@ FOLLOWS = Spec(VISION, "2pd", DISK, follows=True)
 ADAPTED = Spec(VISION, E_PD, DISK, adapted=True)
 SERVERS = Spec(VISION, "2epd", MEMORY)
 SERVERS_AUDIO = Spec(AUDIO, "1epd", MEMORY)
+MIXED = Spec(VISION, "1e2epd", REDIS)
 OTHERS = (
     "tiny-internvl",
     "tiny-paddleocr-vl",
@@ -144,6 +145,7 @@ STACKS = [
     ADAPTED,
     SERVERS,
     SERVERS_AUDIO,
+    MIXED,
     *MODEL_STACKS,
 ]
 
@@ -221,6 +223,8 @@ OF_TESTS: Mapping[str, Sequence[Spec]] = {
     "test_usage_of_the_prefix_cache_is_that_of_one_engine": [TRACED],
     "test_the_doctor_finds_nothing_to_mend_in_a_real_fleet": [*EACH_STORE, TRACED, SERVERS],
     "test_the_doctor_makes_prefill_read_blocks_of_decode": [CONVERSING],
+    "test_servers_encode_while_the_encode_instance_is_away": [MIXED],
+    "test_workers_of_a_proxy_share_what_servers_write_to_redis": [MIXED],
     # Media that only some models accept.
     "test_a_sound_heard_before_is_a_hit": OMNI_STACKS,
     "test_a_picture_and_a_video_in_one_request": VIDEO_STACKS,

@@ -1,4 +1,4 @@
-"""Two servers that encode, prefill and decode, with one store (topology 2epd)."""
+"""Servers that encode, prefill and decode, with one store (topologies 2epd and 1e2epd)."""
 
 import os
 import secrets
@@ -197,3 +197,31 @@ def test_every_answer_is_right_while_the_store_is_away(stack: Served) -> None:
         load.ends(2 * CLIENTS)
 
     assert Counter(load.seen) == {"right": len(load.seen)}
+
+
+def test_servers_encode_while_the_encode_instance_is_away(stack: Served) -> None:
+    item, before = unseen(stack), preprocessed(stack)
+    assert items_at(stack.stack.url, stack, item, text()) == "hit=0,encoded=1,local=0"
+    assert items_at(stack.stack.url, stack, item, text("again")) == KNOWN
+    assert preprocessed(stack) == before
+
+    stack.stack.kill(stack.encode)
+    try:
+        item = unseen(stack)
+        write_new(stack, item)
+        assert items_at(stack.stack.url, stack, item, text("again")) == KNOWN
+    finally:
+        stack.stack.restart(stack.encode)
+    assert preprocessed(stack) == before + 1
+
+
+def test_workers_of_a_proxy_share_what_servers_write_to_redis(stack: Served) -> None:
+    item = unseen(stack, LARGE_SIDE)
+    with another_proxy(stack, "--workers", "2", servers=stack.consumers) as url:
+        time.sleep(KNOWN_WITHIN_S)
+        before = preprocessed(stack)
+        with ThreadPoolExecutor(CLIENTS) as pool:
+            items = list(pool.map(lambda _: items_at(url, stack, item, text()), range(CLIENTS)))
+
+    assert Counter(items) == {NEW: 1, KNOWN: CLIENTS - 1}
+    assert preprocessed(stack) == before + 1

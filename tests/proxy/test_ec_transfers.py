@@ -107,6 +107,14 @@ async def test_an_output_is_pushed_to_the_consumer_that_answers(
     assert pushes.waiting == {}
 
 
+async def test_a_text_request_has_no_parameters_of_pushes(launch: Launch) -> None:
+    async with mooncake(launch, Pushes()) as fleet:
+        await ask(fleet, request(text()))
+
+        [call] = fleet.decode[0].calls
+        assert "ec_transfer_params" not in call.body
+
+
 async def test_a_consumer_chosen_early_gets_a_prompt_with_the_tokens_of_the_encoder(
     launch: Launch,
 ) -> None:

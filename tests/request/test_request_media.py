@@ -1,12 +1,16 @@
 """Predicted work of a request, and the pixels of its pictures."""
 
+import os
 from typing import Any
 
+import orjson
 import pytest
 
 import epd
+from epd.api.body import WINDOW, cut_and_parsed, parse_object
 from epd.api.endpoints import ENDPOINTS
 from epd.api.items import MMItem
+from epd.api.prompts import BYTES_PER_TOKEN
 from epd.encoder_cache.keys import Keys
 from epd.request.request import Request
 from epd.request.request_media import media_work
@@ -59,6 +63,17 @@ def test_short_media_are_not_text() -> None:
     encoded = EncodedItem(item, OutputFacts(), "local", 10)
 
     assert work_of(encoded, text_bytes=400 + media) == (110, 10)
+
+
+def test_media_that_were_cut_out_of_the_body_are_no_text() -> None:
+    raw = orjson.dumps(request(image(os.urandom(WINDOW * 2))))
+    body, cuts, text_bytes = cut_and_parsed(raw, parse_object, len(raw))
+    [item] = ENDPOINTS[CHAT].items(body)
+    encoded = EncodedItem(item, OutputFacts(), "local", 10)
+    cut = Request("r", body, CONFIG, items=[item], cuts=cuts, text_bytes=text_bytes)
+
+    assert cuts
+    assert media_work(cut, [encoded]).prompt_tokens == text_bytes // BYTES_PER_TOKEN + 10
 
 
 @pytest.mark.parametrize(

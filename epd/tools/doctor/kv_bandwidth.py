@@ -22,7 +22,8 @@ EXTERNAL_TOKENS = "vllm:external_prefix_cache_hits_total"
 
 SLOW_BYTES_PER_S = 5e9
 """Bandwidth below which instances of one host do not use what it offers: CUDA IPC has 25 GB/s over
-PCIe 4, and more over NVLink; copies through the host have 0.5 (decision 039)."""
+PCIe 4, and more over NVLink; copies through the host have 0.5
+(docs/guides/kv-transfers.md)."""
 
 MIN_BYTES = 64e6
 """Bytes of a trial below which there is no verdict."""

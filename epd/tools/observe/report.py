@@ -122,7 +122,7 @@ def make_report(traffic: Traffic, relayed: Relayed) -> ObserveReport:
         with_media=traffic.with_media,
         unreadable=traffic.unreadable,
         items=items,
-        distinct=distances.first,
+        distinct=distances.distinct,
         unsized=traffic.unsized,
         sampled_share=distances.share,
         unit="entries" if traffic.sizes is None else "bytes",

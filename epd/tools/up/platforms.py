@@ -18,7 +18,7 @@ THREADS = "OMP_NUM_THREADS"
 CUDA_UCX = {**UCX, "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on"}
 """Settings with which UCX reads the memory of another process's GPU directly. By default it does so
 only with NVLink, and otherwise copies through the host at some 0.5 GB/s
-(docs/decisions/039-kv-transfers-on-one-host.md)."""
+(docs/guides/kv-transfers.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -112,6 +113,39 @@ def test_oldest_request_is_admitted_first_and_whole(schedule: Any) -> None:
 
     assert set(store.asked) == set("abcde")
     assert scheduler.most_bytes <= 3.5 * ROOM
+
+
+def test_request_is_ready_in_its_first_step_if_lookups_end_in_the_steps_time(schedule: Any) -> None:
+    scheduler = schedule(FakeStore(), 9.0, wait_s=WITHIN_S)
+    assert scheduler.step(scheduler.request("1", "a", "b"), scheduler.request("2", "c")) == [
+        "1",
+        "2",
+    ]
+
+
+def test_step_waits_once_for_a_store_that_hangs(
+    schedule: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, now_s, waited_s = FakeStore(), [0.0], []
+    store.go.clear()
+    scheduler = schedule(store, 9.0, wait_s=0.5)
+
+    def wait(seconds: float) -> None:
+        waited_s.append(seconds)
+        now_s[0] += seconds
+
+    monkeypatch.setattr(scheduler.fetcher, "wait_for_result", wait)
+    monkeypatch.setattr(
+        "ec_store.vllm_connector.consumer.time", SimpleNamespace(monotonic=lambda: now_s[0])
+    )
+    first, second = scheduler.request("1", "a"), scheduler.request("2", "b")
+    assert scheduler.step(first, second) == []
+    assert waited_s == [0.5]
+    assert scheduler.step(first, second) == []
+    assert waited_s == [0.5]
+    assert scheduler.step(first, second, scheduler.request("3", "c")) == []
+    assert waited_s == [0.5, 0.5]
+    store.go.set()
 
 
 def test_request_larger_than_the_budget_is_admitted_by_itself(schedule: Any) -> None:

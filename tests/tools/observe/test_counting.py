@@ -63,7 +63,7 @@ def test_equal_pictures_are_one_item_in_every_api() -> None:
     )
 
     assert traffic.unreadable == 0
-    assert (traffic.distances.references, traffic.distances.first) == (3, 1)
+    assert (traffic.distances.references, traffic.distances.distinct) == (3, 1)
     assert traffic.kinds["image"].pixels == 3 * 5000
     assert traffic.kinds["image"].repeats == 2
 
@@ -152,7 +152,7 @@ def test_media_of_an_unknown_size_count_as_the_mean_of_the_others() -> None:
 def test_a_picture_at_a_url_is_known_by_it() -> None:
     body = request(image("https://host/a.png"))
 
-    assert counted(observed(body), observed(body)).distances.first == 1
+    assert counted(observed(body), observed(body)).distances.distinct == 1
 
 
 @pytest.mark.parametrize("pending_bytes", [10, 10_000])

@@ -1,29 +1,14 @@
 import math
 import random
-from collections import OrderedDict
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from epd.tools.observe.reuse import HASHES, ReuseDistances
+from scripts.bench_observe import lru_hits, traces
 
 SIZES = (1.0, 3.0, 7.0, 20.0, math.inf)
-
-
-def lru_hits(trace: list[tuple[int, float]], capacity: float) -> int:
-    """Return the hits of a least recently used cache of this capacity."""
-    cache, used, hits = OrderedDict[int, float](), 0.0, 0
-    for item, size in trace:
-        if item in cache:
-            hits += 1
-            cache.move_to_end(item)
-        else:
-            cache[item] = size
-            used += size
-        while used > capacity:
-            used -= cache.popitem(last=False)[1]
-    return hits
 
 
 def spread(item: int) -> int:
@@ -39,7 +24,7 @@ def test_every_size_of_cache_has_the_hits_of_a_real_one(items: list[int]) -> Non
 
     for size in SIZES:
         assert distances.hits(size) == lru_hits([(item, 1.0) for item in items], size)
-    assert distances.first == len({*items})
+    assert distances.distinct == len({*items})
     assert distances.repeats == len(items) - len({*items})
 
 
@@ -74,9 +59,22 @@ def test_the_number_of_sampled_items_is_bounded(most: int) -> None:
         distances.refer(spread(item), 1.0)
 
     assert distances.share == pytest.approx(most / 20_000, rel=0.15)
-    assert distances.first == pytest.approx(len({*trace}), rel=0.1)
+    assert distances.distinct == pytest.approx(len({*trace}), rel=0.1)
     real = lru_hits([(item, 1.0) for item in trace], 5_000) / len(trace)
     assert distances.hits(5_000.0) / len(trace) == pytest.approx(real, abs=0.05)
+
+
+def test_a_sample_with_too_many_or_too_few_items_predicts_as_well() -> None:
+    for name, trace in traces(20_000, seed=1):
+        stores = [sum(dict(trace).values()) * part for part in (0.2, 0.5)]
+        distances = ReuseDistances(stores, share=0.1)
+        for item, size in trace:
+            distances.refer(spread(item), size)
+
+        assert distances.distinct == pytest.approx(len(dict(trace)), rel=0.005)
+        for store in stores:
+            real = lru_hits(trace, store)
+            assert distances.hits(store) == pytest.approx(real, abs=0.035 * len(trace)), name
 
 
 def test_an_item_has_the_origin_of_its_reference_before() -> None:
