@@ -204,7 +204,8 @@ class Flights(Generic[K, V]):
 
     def __contains__(self, key: K) -> bool:
         """Return whether a run of this key is in progress, which a caller can join."""
-        return key in self._flights
+        flight = self._flights.get(key)
+        return flight is not None and not flight.task.done()
 
     async def join(self, key: K, start: Start[V]) -> V:
         """Return the result of the run of this key; call `start` if there is no run.
@@ -212,7 +213,10 @@ class Flights(Generic[K, V]):
         Every waiter receives an error of the run. Cancelling one waiter does not cancel the run for
         the others.
         """
-        flight = self._flights.get(key) or self._add(key, asyncio.create_task(start()))
+        flight = self._flights.get(key)
+        # A run that has ended is removed by a callback of the next iteration of the loop.
+        if flight is None or flight.task.done():
+            flight = self._add(key, asyncio.create_task(start()))
         return await self._wait(key, flight)
 
     async def close(self) -> None:

@@ -203,6 +203,28 @@ class Work:
         return run
 
 
+async def test_a_run_that_has_just_ended_is_not_joined() -> None:
+    """It is removed one iteration of the loop later; a caller that tries again must not spin."""
+    flights, ends = Flights[str, int](), asyncio.Event()
+
+    async def first() -> int:
+        await asyncio.sleep(0)
+        ends.set()  # the other task goes on before the callbacks of this run's end
+        return 1
+
+    async def second() -> int:
+        return 2
+
+    async def join_at_the_end() -> int:
+        await ends.wait()
+        assert "k" not in flights
+        return await flights.join("k", second)
+
+    joining = asyncio.create_task(join_at_the_end())
+    assert await flights.join("k", first) == 1
+    assert await joining == 2
+
+
 async def joined(flights: Flights[str, int], work: Work, waiters: int) -> list[asyncio.Task[int]]:
     tasks = [asyncio.create_task(flights.join("k", work.start())) for _ in range(waiters)]
     await asyncio.sleep(0.01)

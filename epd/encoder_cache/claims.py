@@ -81,14 +81,18 @@ class Claims:
     async def look_up(self, keys: Sequence[EntryKey], *, patient: bool = False) -> Lookup:
         """Look up entries, and claim the missing ones; `give_back` releases those not taken.
 
-        A `patient` lookup is for a request that cannot do without an answer.
+        A `patient` lookup is for a request that cannot do without an answer. A lookup of keys that
+        this proxy has all claimed claims nothing.
         """
-        lookup = Lookup(keys, self._owner, self._claim_s)
+        claims = not all(key in self._claims for key in keys)
+        lookup = Lookup(keys, self._owner if claims else None, self._claim_s)
+        lookup.claimed_before = self._claims.keys()
         try:
             await self.cache.run_lookup(lookup, patient=patient)
         except BaseException:  # such as the cancellation of its request
             self._release([key for key in lookup.claimed if key not in self._claims])
             raise
+        lookup.settled = lookup.settled or (not claims and lookup.found is not None)
         for key in lookup.found or ():
             self._due_s.pop(key, None)
         for key in lookup.claimed:
@@ -118,8 +122,8 @@ class Claims:
         return 0 <= late_s < LATE_S
 
     def take(self, key: EntryKey) -> bool:
-        """Take a free claim for a maker, unless the entry is late. Return whether it was taken."""
-        if not self.is_free(key) or self.is_late(key):
+        """Take a free claim for a maker. Return whether it was taken."""
+        if not self.is_free(key):
             return False
         self._claims[key] = inf
         return True
@@ -139,7 +143,7 @@ class Claims:
         """Return an entry once it is stored, or "free" once its claim is free.
 
         All waits of this proxy for one entry share one poll. None: the store does not answer, or
-        the entry is late.
+        takes no claims, so that it is not known whether anyone makes the entry.
         """
         return await self._polls.join(key, partial(self._poll, key))
 
@@ -147,9 +151,8 @@ class Claims:
         delays_s = iter(POLL_S)
         while True:
             lookup = await self.look_up([key], patient=True)
-            found = (lookup.found or {}).get(key)
-            if found is not None or not lookup.settled or self.is_late(key):
-                return found
+            if not lookup.settled or key in (lookup.found or ()):
+                return (lookup.found or {}).get(key)
             if self.is_free(key):
                 return "free"
             await asyncio.sleep(next(delays_s, POLL_S[-1]))
@@ -222,10 +225,10 @@ class MakerClaims:
 
         None: this maker makes it. It has the claim, because the other maker failed. Or it has none:
         the store does not answer, or the entry did not appear in time. Such an entry is late: for
-        `LATE_S`, no request waits for it or takes its claim.
+        `LATE_S`, no request begins to wait for it.
         """
         claims = self._claims
-        if claims is None:
+        if claims is None or claims.is_late(key):
             return None
         try:
             async with asyncio.timeout(wait_s):
@@ -233,7 +236,8 @@ class MakerClaims:
                     if (found := await claims.poll(key)) != "free":
                         return found
         except TimeoutError:
-            claims.note_late(key)
+            if wait_s > claims.consumer_wait_s / 2:  # else it was the request that had no time
+                claims.note_late(key)
         finally:
             claims.give_back([key])
         return None

@@ -1,6 +1,6 @@
 """One visit to the encoder store: a lookup of entries, with claims of the missing ones."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ec_store.base import Store
@@ -22,7 +22,9 @@ class Lookup:
         settled: whether the store has answered the claims of all missing keys.
         skips_claims: whether the claims are skipped, because writing to the store fails.
         abandoned: whether the request waits no longer for the rest of the visit, which then
-            releases at once all claims that it takes.
+            releases at once the claims that it takes.
+        claimed_before: keys that this proxy has claimed for other requests, as they change. The
+            store renews these claims, and they are not released.
     """
 
     keys: Sequence[EntryKey]
@@ -33,6 +35,7 @@ class Lookup:
     settled: bool = False
     skips_claims: bool = False
     abandoned: bool = False
+    claimed_before: Collection[EntryKey] = ()
 
     def run(self, store: Store) -> None:
         """Look up the entries and claim the missing ones, which may block.
@@ -48,8 +51,8 @@ class Lookup:
         self._note_claims(missing, store.claim_or_find(missing, self.owner, self.claim_s))
         # Read after `claimed` is set: an abandoning request sets `abandoned` before it reads
         # `claimed`.
-        if self.abandoned and self.claimed:
-            store.release(self.claimed, self.owner)
+        if self.abandoned and (keys := self._own_claims()):
+            store.release(keys, self.owner)
 
     async def ask(self, store: ProxyStore) -> None:
         """Look up the entries and claim the missing ones with one message.
@@ -62,8 +65,11 @@ class Lookup:
             return
         answers = await store.claim_or_find(self.keys, self.owner, self.claim_s)
         self._note_claims(self.keys, answers)
-        if self.abandoned and self.claimed:
-            await store.release(self.claimed, self.owner)
+        if self.abandoned and (keys := self._own_claims()):
+            await store.release(keys, self.owner)
+
+    def _own_claims(self) -> list[EntryKey]:
+        return [key for key in self.claimed if key not in self.claimed_before]
 
     def _note_claims(self, keys: Sequence[EntryKey], answers: Sequence[EntryInfo | bool]) -> None:
         self.found = {**(self.found or {}), **_entries(answers)}

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -136,9 +137,9 @@ async def test_a_claim_is_free_until_a_maker_takes_it(backed: Backed, url: str) 
 async def test_a_claim_that_another_request_gave_back_is_claimed_by_the_wait(
     backed: Backed, url: str
 ) -> None:
-    async with claiming(url) as claims, looked(claims, "a"):
+    async with claiming(url) as claims:
         async with looked(claims, "a"):
-            pass
+            assert not (await claims.look_up(KEYS[:1])).claimed
         await until(lambda: free(backed.store, KEYS[0]), timeout_s=30)
         with MakerClaims(claims) as maker:
             assert await maker.wait(KEYS[0], 3600) is None
@@ -177,15 +178,21 @@ async def test_waits_for_one_entry_share_their_lookups(
 
 
 async def test_no_wait_lasts_for_an_entry_that_did_not_appear(backed: Backed, url: str) -> None:
-    async with asyncio.timeout(90), claiming(url, written_within_s=0.1) as claims:
+    """The first request whose wait ends makes it, and the others wait for that."""
+    limits = {"written_within_s": 0.1, "consumer_wait_s": 0.1}
+    async with asyncio.timeout(90), claiming(url, **limits) as claims:
         async with looked(claims, "a", "b"):
             make(claims, KEYS[0])
             with MakerClaims(claims) as maker, MakerClaims(claims) as other:
                 assert other.take(KEYS[1])
+                assert await maker.wait(KEYS[1], 0.04) is None
+                assert not claims.is_late(KEYS[1])
                 assert await maker.wait(KEYS[0], 3600) is None
+                assert maker.take(KEYS[0])
                 assert await maker.wait(KEYS[1], 0.1) is None
-                assert maker.wait_limit_s(KEYS[:1]) == maker.wait_limit_s(KEYS[1:]) == 0
-                assert not maker.take(KEYS[0])
+                new = MakerClaims(claims)
+                assert new.wait_limit_s(KEYS[:1]) == new.wait_limit_s(KEYS[1:]) == 0
+                assert await new.wait(KEYS[0], 3600) is await new.wait(KEYS[1], 3600) is None
         assert claims.is_late(KEYS[0])
         put(backed.store, KEYS[0])
         async with looked(claims, "a"):
@@ -281,3 +288,44 @@ async def test_an_entry_found_again_is_not_leased_again(
 
         assert calls.count("lookup") >= 20
         assert 1 <= calls.count("lease") < 20
+
+
+async def test_one_request_makes_an_entry_that_is_late_and_the_others_wait_for_it(
+    backed: Backed, url: str
+) -> None:
+    async with (
+        asyncio.timeout(60),
+        claiming(url, written_within_s=0.1, tend_s=0.05) as claims,
+        looked(claims, "a"),
+    ):
+        make(claims, KEYS[0])
+        makers = [MakerClaims(claims) for _ in range(5)]
+        waits = [asyncio.create_task(maker.wait(KEYS[0], 3600)) for maker in makers]
+        done, others = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.sleep(0.2)
+        assert [task.result() for task in done] == [None]
+        assert not any(task.done() for task in others)
+        put(backed.store, KEYS[0])
+        assert None not in await asyncio.gather(*others)
+
+
+async def test_a_lookup_that_is_given_up_keeps_the_claim_of_another_request(
+    backed: Backed, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both requests are of this proxy. The second one needs another entry too, so it claims."""
+    answers, claim_or_find = threading.Event(), SharedDiskStore.claim_or_find
+
+    def slow(store: SharedDiskStore, keys: Any, *more: Any) -> Any:
+        found = claim_or_find(store, keys, *more)
+        answers.wait(30)
+        return found
+
+    async with claiming(url) as claims, looked(claims, "a"):
+        monkeypatch.setattr(SharedDiskStore, "claim_or_find", slow)
+        second = asyncio.create_task(claims.look_up(KEYS))
+        await until(lambda: not free(backed.store, KEYS[1]), timeout_s=30)
+        second.cancel()
+        await asyncio.gather(second, return_exceptions=True)
+        answers.set()
+        await until(lambda: free(backed.store, KEYS[1]), timeout_s=30)
+        assert not free(backed.store, KEYS[0])

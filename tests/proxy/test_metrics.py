@@ -287,7 +287,7 @@ CASES: dict[str, tuple[Act, Page]] = {
             **of_m("epd_policy_requests_total", 2, policy="encode_pd"),
             **NEW,
             **counted("epd_store_operations_total", 2, operation="lookup", result="ok"),
-            **counted("epd_store_operations_total", 2, operation="claim", result="ok"),
+            **counted("epd_store_operations_total", operation="claim", result="ok"),
             **counted("epd_disconnects_total", stage="encode"),
         },
     ),
