@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from epd.api.body import NO_CUTS
+from epd.api.body import MARK_LENGTH, NO_CUTS
 from epd.api.prompts import BYTES_PER_TOKEN
 from epd.encoder_cache.keys import Keys
 from epd.media.fetch import MediaFetcher
@@ -73,12 +73,9 @@ def media_prompt(
 
 def media_work(request: Request, encoded_items: Sequence[EncodedItem]) -> Work:
     """Return the predicted work of the instance that prefills a request with media."""
-    cuts = request.cuts
-    # `text_bytes` includes short media, which are not cut.
-    uncut = [
-        item for item in request.items if inline_bytes(item, cuts) == inline_bytes(item, NO_CUTS)
-    ]
-    text_bytes = request.text_bytes - sum([inline_bytes(item, NO_CUTS) for item in uncut])
+    # `text_bytes` includes short media, which are not cut, but no marks of cut ones.
+    lengths = [inline_bytes(item, NO_CUTS) for item in request.items]
+    text_bytes = request.text_bytes - sum([size for size in lengths if size != MARK_LENGTH])
     tokens = [
         known.tokens or media_tokens(known.encoded.metadata) or TYPICAL_TOKENS[known.item.modality]
         for known in encoded_items
