@@ -178,7 +178,7 @@ async def test_waits_for_one_entry_share_their_lookups(
 
 
 async def test_no_wait_lasts_for_an_entry_that_did_not_appear(backed: Backed, url: str) -> None:
-    """The first request whose wait ends makes it, and the others wait for that."""
+    """One of the requests that waited makes it, and the others wait for that."""
     limits = {"written_within_s": 0.1, "consumer_wait_s": 0.1}
     async with asyncio.timeout(90), claiming(url, **limits) as claims:
         async with looked(claims, "a", "b"):
