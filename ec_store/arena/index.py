@@ -462,7 +462,7 @@ class ArenaIndex:
         return slot.leased_until_s, self._numbers, slot
 
     def _end_leases(self, now_s: float) -> None:
-        """Count the entries whose leases have ended; each lease costs this once."""
+        """Count the entries that are leased no more; each lease costs this once."""
         while self._lease_ends and self._lease_ends[0][0] <= now_s:
             _, _, slot = heapq.heappop(self._lease_ends)
             if slot.leased_until_s > now_s and self._is_entry(slot):
