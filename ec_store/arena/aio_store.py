@@ -85,10 +85,11 @@ class AsyncArenaStore:
         await self._connection.close()
 
     async def _put(self, key: EntryKey, entry: Entry, *, replace: bool) -> bool:
+        header = encode_header(key, entry)
         request = Begin(key_digest(key), encode_name(key.namespace), 0, replace)
         begun = await self._connection.call(request)
         if begun.number:
-            end = End(begun.number, encode_header(key, entry))
+            end = End(begun.number, header)
             return (await self._connection.call(end)).number == 1
         if begun.refusal == Refusal.THERE.value:
             return False

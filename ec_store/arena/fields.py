@@ -5,6 +5,7 @@ from functools import lru_cache
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
+import orjson
 
 from ec_store.arena.protocol import LONGEST_S, MAX_KEYS, ClaimKeys, Find, NamespaceList, Release
 from ec_store.base import LONGEST_CLAIM_S
@@ -49,9 +50,13 @@ _headers = msgspec.msgpack.Decoder(Header)
 
 
 def encode_header(key: EntryKey, entry: HeldEntry | EntryInfo) -> bytes:
-    """Return the header of an entry; that of equal fields is equal."""
+    """Return the header of an entry; that of equal fields is equal.
+
+    Its metadata are as JSON has them, as in every store. Raise TypeError if they are none.
+    """
+    metadata = orjson.loads(orjson.dumps(entry.metadata))
     names = encode_name(key.namespace), encode_name(key.identifier)
-    return _encoder.encode((*names, entry.dtype, entry.shape, entry.modality, entry.metadata))
+    return _encoder.encode((*names, entry.dtype, entry.shape, entry.modality, metadata))
 
 
 def read_header(raw: bytes) -> Header:

@@ -4,6 +4,7 @@ The server calls it on its event loop, with the time. No method waits or copies 
 """
 
 import enum
+import heapq
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
@@ -55,6 +56,7 @@ class Slot:
         pins: number of its readers.
         leased_until_s: end of its longest lease.
         used_s: time of its last use.
+        evictable: whether its index counts it as an entry that is not in use.
     """
 
     digest: bytes
@@ -67,6 +69,7 @@ class Slot:
     pins: int = 0
     leased_until_s: float = 0.0
     used_s: float = 0.0
+    evictable: bool = False
 
     @property
     def taken_bytes(self) -> int:
@@ -116,8 +119,8 @@ class ArenaIndex:
     """Index of the entries of one memory. Not thread-safe; times are monotonic seconds.
 
     Every operation on a key takes constant time, but for `begin`, which evicts as many entries as
-    it needs to, the least recently used first. It passes over those in use, and refuses a write
-    only after it has passed over all.
+    it needs to, the least recently used first. It passes over those in use, but refuses a write
+    without looking at them.
 
     Attributes:
         unhashed: entries that wait for their checksum, at most `MAX_UNHASHED`. An entry that finds
@@ -152,6 +155,10 @@ class ArenaIndex:
         self._index_bytes = 0
         self._leased: dict[bytes, Slot] = {}
         """Entries that had a lease when they were last looked through."""
+        self._lease_ends: list[tuple[float, int, Slot]] = []
+        """Heap of the leased entries by the end of their lease, or of the one before it."""
+        self._evictable_bytes = 0
+        """Bytes that the entries take that are not in use, as of the last `_end_leases`."""
         self._writing: dict[bytes, Slot] = {}
         self._claims: dict[bytes, Claim] = {}
         self._numbers = 0
@@ -187,6 +194,11 @@ class ArenaIndex:
             for digest, slot in self._leased.items()
             if slot.leased_until_s > now_s and self._is_entry(slot)
         }
+        self._end_leases(now_s)
+        if len(self._lease_ends) > 2 * len(self._leased):  # most are of entries that were deleted
+            ends = [each for each in self._lease_ends if self._is_entry(each[2])]
+            self._lease_ends = list({each[2].digest: each for each in ends}.values())
+            heapq.heapify(self._lease_ends)
         return list(self._leased.values())
 
     def find(self, digests: Iterable[bytes], now_s: float) -> list[Slot | None]:
@@ -206,7 +218,8 @@ class ArenaIndex:
             if slot is not None:
                 self._use(slot, now_s)
                 slot.leased_until_s = max(slot.leased_until_s, now_s + seconds)
-                self._leased[slot.digest] = slot
+                self._note_lease(slot)
+                self._count(slot, now_s)
         return found
 
     def pin(
@@ -227,6 +240,7 @@ class ArenaIndex:
             client.pins[self._numbers] = (slot, now_s)
             client.pinned_bytes += slot.counted_bytes
             slot.pins += 1
+            self._count(slot, now_s)
             self._use(slot, now_s)
             self._hash_later(slot)
             pins.append((self._numbers, slot))
@@ -240,6 +254,7 @@ class ArenaIndex:
                 client.pinned_bytes -= slot.counted_bytes
                 slot.pins -= 1
                 if self._is_entry(slot):
+                    self._count(slot, now_s)
                     self._use(slot, now_s)
                 else:
                     self._free(slot)
@@ -261,14 +276,16 @@ class ArenaIndex:
             return Refusal.TOO_LARGE
         if client.begun_bytes + slot.counted_bytes > self._client_bytes:
             return Refusal.FULL
+        self._end_leases(now_s)
         most_bytes = max(MIN_INDEX_BYTES, self._extents.size_bytes // INDEX_SHARE)
         while (
             self._index_bytes > most_bytes
             or (extents := self._extents.allocate(slot.size_bytes)) is None
         ):
-            evicted = self._least_used(slot.size_bytes - self._extents.free_bytes, now_s)
-            if not evicted:
+            missing_bytes = max(1, slot.size_bytes - self._extents.free_bytes)
+            if missing_bytes > self._evictable_bytes:
                 return Refusal.FULL
+            evicted = self._least_used(missing_bytes, now_s)
             for each in evicted:
                 self._remove(each)
             self.evictions += len(evicted)
@@ -300,7 +317,8 @@ class ArenaIndex:
         slot.header, slot.used_s = header, now_s
         self._entries[slot.digest] = slot
         if slot.leased_until_s > now_s:
-            self._leased[slot.digest] = slot
+            self._note_lease(slot)
+        self._count(slot, now_s)
         self._digests[slot.digest[0]].add(slot.digest)
         self._index_bytes += ENTRY_BYTES + len(header)
         self._hash_later(slot)
@@ -417,8 +435,8 @@ class ArenaIndex:
     def _least_used(self, size_bytes: int, now_s: float) -> list[Slot]:
         """Return the least recently used entries that take at least so many bytes together.
 
-        They are none if all that are not in use take less. Entries in use count as used now: each
-        is passed over once, however often room is made.
+        `_evictable_bytes` are as many. Entries in use count as used now: each is passed over once,
+        however often room is made.
         """
         found: list[Slot] = []
         in_use: list[Slot] = []
@@ -432,7 +450,34 @@ class ArenaIndex:
                 break
         for slot in in_use:
             self._use(slot, now_s)
-        return [] if size_bytes > 0 else found
+        return found
+
+    def _note_lease(self, slot: Slot) -> None:
+        if self._leased.get(slot.digest) is not slot:
+            self._leased[slot.digest] = slot
+            heapq.heappush(self._lease_ends, self._lease_end(slot))
+
+    def _lease_end(self, slot: Slot) -> tuple[float, int, Slot]:
+        self._numbers += 1  # no two slots are compared
+        return slot.leased_until_s, self._numbers, slot
+
+    def _end_leases(self, now_s: float) -> None:
+        """Count the entries that are leased no more; each lease costs this once."""
+        while self._lease_ends and self._lease_ends[0][0] <= now_s:
+            _, _, slot = heapq.heappop(self._lease_ends)
+            if slot.leased_until_s > now_s and self._is_entry(slot):
+                heapq.heappush(self._lease_ends, self._lease_end(slot))  # it was renewed
+            else:
+                self._count(slot, now_s)
+                if self._leased.get(slot.digest) is slot:
+                    del self._leased[slot.digest]
+
+    def _count(self, slot: Slot, now_s: float) -> None:
+        """Keep `_evictable_bytes` after a change of an entry."""
+        evictable = self._is_entry(slot) and not slot.is_in_use(now_s)
+        if evictable is not slot.evictable:
+            slot.evictable = evictable
+            self._evictable_bytes += slot.taken_bytes if evictable else -slot.taken_bytes
 
     def _hash_later(self, slot: Slot) -> None:
         if not slot.checksum and len(self.unhashed) < MAX_UNHASHED:
@@ -443,6 +488,9 @@ class ArenaIndex:
         self._digests[slot.digest[0]].discard(slot.digest)
         self._index_bytes -= ENTRY_BYTES + len(slot.header)
         self.unhashed.pop(slot, None)
+        if slot.evictable:
+            slot.evictable = False
+            self._evictable_bytes -= slot.taken_bytes
         self._free(slot)
 
     def _free(self, slot: Slot) -> None:

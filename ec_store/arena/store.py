@@ -61,7 +61,7 @@ R = TypeVar("R", bound=Message)
 OTHERS_WRITE_S = 10.0
 """Time in seconds that `put` waits for another process that writes the same entry."""
 
-ASK_AGAIN_S = (0.001, 0.002, 0.005, 0.01)
+ASK_AGAIN_S = (0.001, 0.002, 0.005, *repeat(0.01, 100), 0.05)
 """Delays in seconds between two requests for an entry that is being written, or comes from the
 tier; the last one is repeated."""
 

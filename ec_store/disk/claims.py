@@ -11,7 +11,7 @@ import hashlib
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from ec_store.base import LONGEST_CLAIM_S
@@ -22,10 +22,21 @@ SLACK_S = 60.0
 """Tolerance in seconds. A claim that starts later was written while the clock was ahead."""
 
 
-def take_claims(folder: Folder, digests: Iterable[str], owner: bytes, seconds: float) -> list[bool]:
+def take_claims(folder: Folder, digests: Sequence[str], owner: bytes, seconds: float) -> list[bool]:
     """Take or renew claims; False for each entry that another owner claims. Raises OSError."""
     ours = _signed(owner)
-    return [_take(folder, digest, ours, f"{seconds:.3f} {ours}") for digest in digests]
+    claim = f"{seconds:.3f} {ours}"
+    taken = {digest: _create(folder, digest, claim) for digest in digests}
+    renewable = [
+        digest
+        for digest, created in taken.items()
+        if not created and _holder(folder, digest) in {None, ours}
+    ]
+    if renewable:
+        with _locked(folder):
+            for digest in renewable:
+                taken[digest] = _replace(folder, digest, ours, claim)
+    return [taken[digest] for digest in digests]
 
 
 def give_back(folder: Folder, digests: Iterable[str], owner: bytes) -> None:
@@ -46,22 +57,21 @@ def sweep_claims(folder: Folder) -> None:
                     folder.remove(digest)
 
 
-def _take(folder: Folder, digest: str, ours: str, claim: str) -> bool:
-    if _create(folder, digest, claim):
+def _replace(folder: Folder, digest: str, ours: str, claim: str) -> bool:
+    """Renew a claim, or take one that has ended; False if another owner has taken it meanwhile.
+
+    The folder is locked.
+    """
+    if _create(folder, digest, claim):  # it was released meanwhile
         return True
+    # The link stays as long as the folder is locked.
     if _holder(folder, digest) not in {None, ours}:
         return False
-    with _locked(folder):
-        if _create(folder, digest, claim):  # it was released meanwhile
-            return True
-        # The link stays as long as the folder is locked.
-        if _holder(folder, digest) not in {None, ours}:
-            return False
-        change = f".{digest}.tmp"
-        folder.remove(change)  # a process that died within this change left it
-        os.symlink(claim, change, dir_fd=folder.fd)
-        os.rename(change, digest, src_dir_fd=folder.fd, dst_dir_fd=folder.fd)
-        return True
+    change = f".{digest}.tmp"
+    folder.remove(change)  # a process that died within this change left it
+    os.symlink(claim, change, dir_fd=folder.fd)
+    os.rename(change, digest, src_dir_fd=folder.fd, dst_dir_fd=folder.fd)
+    return True
 
 
 def _create(folder: Folder, digest: str, claim: str) -> bool:

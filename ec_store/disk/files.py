@@ -128,8 +128,17 @@ class Folder:
             os.close(fd)
 
     def create_unnamed(self) -> int:
-        """Create a file without a name, which ends with its process; return its descriptor."""
-        fd = self.open(".", UNNAMED, self.mode & FILE_BITS)
+        """Create a file without a name, which ends with its process; return its descriptor.
+
+        Raises OSError, ENOENT if the folder was removed while it was open.
+        """
+        try:
+            fd = self.open(".", UNNAMED, self.mode & FILE_BITS)
+        except PermissionError as error:
+            if os.fstat(self.fd).st_nlink:
+                raise
+            # Where tmpfs says ENOENT, ext4 says EPERM.
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)) from error
         try:
             os.fchmod(fd, self.mode & FILE_BITS)
         except OSError:

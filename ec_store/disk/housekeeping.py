@@ -217,6 +217,9 @@ class Housekeeping:
 
         Returns:
             Number of removed entries.
+
+        Raises:
+            OSError: entries cannot be read, or the ledger cannot be changed.
         """
         if not _due(tree, min(every_s, self.settings.ttl)):
             return 0
@@ -272,7 +275,8 @@ class Housekeeping:
         The cost depends on the bytes to free, not on the number of entries in the store.
 
         Raises:
-            OSError: nothing was evicted, and entries could not be read.
+            OSError: nothing was evicted, and entries could not be read; or the ledger cannot be
+                changed, as while a process that keeps it locked is stopped.
         """
         started_s = time.monotonic()
         freed = fruitless = 0
@@ -319,8 +323,17 @@ class Housekeeping:
 
         Returns:
             Bytes freed, and the number of entries that this process is able to remove.
+
+        Raises:
+            OSError: the ledger cannot be changed, or another process keeps it locked.
         """
-        freed = removed = removable = 0
+        freed = removable = 0
+        removed: list[Found] = []
+        if not victims:
+            return freed, removable
+        # Waits here, with no entry locked, for a process that was stopped with the ledger locked.
+        with ledger.changing(tree.root):
+            pass
         with ExitStack() as locks:
             locked: list[Found] = []
             for victim in victims:
@@ -329,21 +342,23 @@ class Housekeeping:
                         locked.append(victim)
                     removable += 1
             leased = leased_digests(tree.leases, [victim.digest for victim in locked], time.time())
-            for victim in locked:
-                if victim.digest in leased:
-                    continue
-                try:
-                    freed += ledger.remove_entry(
-                        tree.root, victim.folder, victim.digest, victim.inode
-                    )
-                except FileNotFoundError:
-                    continue
-                except OSError:
-                    removable -= 1
-                    continue
-                removed += 1
-                tree.remove_empty(victim.digest)
-        self._counts.add(evictions=removed)
+            unleased = [victim for victim in locked if victim.digest not in leased]
+            # The kernel frees the bytes when the files are closed, after the ledger is unlocked.
+            with ledger.changing(tree.root) as change:
+                for victim in unleased:
+                    try:
+                        freed += ledger.remove_locked(
+                            change, victim.folder, victim.digest, victim.inode
+                        )
+                    except FileNotFoundError:
+                        continue
+                    except OSError:
+                        removable -= 1
+                        continue
+                    removed.append(victim)
+        for victim in removed:
+            tree.remove_empty(victim.digest)
+        self._counts.add(evictions=len(removed))
         return freed, removable
 
     def _warn(self, file_system: FileSystem) -> None:

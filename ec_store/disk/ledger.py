@@ -98,31 +98,48 @@ def total(root: Folder) -> Usage:
 def changing(root: Folder) -> Iterator[Callable[[Usage], None]]:
     """Lock the ledger for the duration of the context; yield a function that adds to its sums.
 
+    A change that cannot be written is added with the next one.
+
     Raises:
         LedgerLost: the ledger is missing or damaged.
         OSError: the ledger cannot be written, or another process keeps it locked.
     """
     with _opened(root, _WRITE) as fd, lock(fd):
-        now = _parse(fd)
-        if now is None:
+        found = _parse(fd)
+        if found is None:
             raise LedgerLost("damaged")
-        yield lambda change: _write(fd, now + change)
+        now = found
+
+        def change(added: Usage) -> None:
+            nonlocal now
+            now += added
+            _write(fd, now)
+
+        yield change
 
 
-def remove_entry(root: Folder, folder: Folder, digest: str, inode: int | None = None) -> int:
+def remove_entry(root: Folder, folder: Folder, digest: str, inode: int | None = None) -> None:
+    """Remove an entry, and release it, as `remove_locked` does with a locked ledger."""
+    with changing(root) as change:
+        remove_locked(change, folder, digest, inode)
+
+
+def remove_locked(
+    change: Callable[[Usage], None], folder: Folder, digest: str, inode: int | None = None
+) -> int:
     """Remove an entry, release it, and return the bytes that it took.
 
-    `inode` is that of its file, unless any may be removed. If the release cannot be written, it is
-    left to the next count. Raises OSError, also if there is no entry, or if it was replaced.
+    `change` is that of `changing`. `inode` is that of its file, unless any may be removed. If the
+    release cannot be written, it is left to the next count. Raises OSError, also if there is no
+    entry, or if it was replaced.
     """
-    with changing(root) as change:
-        status = folder.stat(digest)
-        if inode not in {None, status.st_ino}:
-            raise FileNotFoundError(errno.ENOENT, "it was replaced")
-        size_bytes = taken_bytes(status.st_size)
-        os.unlink(digest, dir_fd=folder.fd)
-        with suppress(OSError):
-            change(Usage(released_bytes=size_bytes, released=1))
+    status = folder.stat(digest)
+    if inode not in {None, status.st_ino}:
+        raise FileNotFoundError(errno.ENOENT, "it was replaced")
+    size_bytes = taken_bytes(status.st_size)
+    os.unlink(digest, dir_fd=folder.fd)
+    with suppress(OSError):
+        change(Usage(released_bytes=size_bytes, released=1))
     return size_bytes
 
 
@@ -131,9 +148,10 @@ def correct(root: Folder, before: Usage, size_bytes: int, entries: int) -> None:
 
     Others may write and remove files meanwhile. What they wrote may be counted or not, so only a
     difference beyond it is corrected. A second correction for the same difference changes nothing.
+    One that cannot be written is left to the next count. Errors are those of `changing`.
     """
     if _difference(before, total(root), size_bytes, entries) != Usage():
-        with suppress(OSError), changing(root) as change:  # the next count corrects it
+        with changing(root) as change, suppress(OSError):
             change(_difference(before, total(root), size_bytes, entries))
 
 

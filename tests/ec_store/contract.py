@@ -214,6 +214,20 @@ class StoreContract:
 
         assert_same(Entry(memoryview(bytes(range(24))), "F16", (4, 3), "image"), store.get(key()))
 
+    @pytest.mark.parametrize("value", [b"bytes", 2**70, "\ud800", {1: 2}])
+    def test_metadata_that_are_no_json_are_refused(self, store: Store, value: Any) -> None:
+        with pytest.raises(TypeError):
+            store.put(key(), entry(metadata={"value": value}))
+
+        assert store.lookup([key()]) == [None]
+
+    def test_metadata_are_read_as_json_has_them(self, store: Store) -> None:
+        store.put(key(), entry(metadata={"none": float("nan"), "list": (1, 2)}))
+        [info] = store.lookup([key()])
+
+        assert info is not None
+        assert info.metadata == {"none": None, "list": [1, 2]}
+
     def test_an_entry_with_long_metadata(self, store: Store) -> None:
         kept = entry(metadata={"frames": list(range(20_000))})
         store.put(key(), kept)

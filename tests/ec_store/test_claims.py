@@ -60,6 +60,25 @@ def names(root: Path) -> set[str]:
 # On disk
 
 
+def test_claims_are_renewed_with_one_lock_of_their_folder(
+    disk: SharedDiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = [key(str(n)) for n in range(64)]
+    locked = []
+
+    def lock(fd: int) -> AbstractContextManager[None]:
+        locked.append(fd)
+        return locks.lock(fd)
+
+    monkeypatch.setattr(disk_claims, "lock", lock)
+    assert disk.claim(keys[:1], "other", 60) == [True]
+    assert disk.claim(keys, "a", 60) == [False] + [True] * 63
+    assert not locked
+
+    assert disk.claim(keys, "a", 60) == [False] + [True] * 63
+    assert len(locked) == 1
+
+
 @pytest.mark.parametrize("content", [b"30", b"30 ", b"x owner", b"nan owner", b"\xff\xff \xff"])
 @pytest.mark.parametrize("linked", [True, False])
 def test_an_invalid_claim_has_no_holder(

@@ -4,6 +4,7 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -177,6 +178,9 @@ class Walk:
 
     def check(self) -> None:
         """Check that what is in use is not free, and that no page is lost."""
+        self.index._end_leases(self.now_s)  # noqa: SLF001
+        evictable = [slot for slot in self.index.slots() if not slot.is_in_use(self.now_s)]
+        assert self.index._evictable_bytes == sum(slot.taken_bytes for slot in evictable)  # noqa: SLF001
         free = pages_of(self.extents.holes())
         entries = {page for slot in self.index.slots() for page in pages_of(slot.extents)}
         in_use = {page for held in self.pins + self.writes for page in pages_of(held.extents)}
@@ -305,6 +309,34 @@ def test_long_headers_evict_entries_before_the_index_takes_too_much_memory() -> 
     assert index.begin(client, Slot(b"new" * 10 + b"12", b"", 1), 0) is Refusal.FULL
     index.delete([slot.digest for slot in index.slots()])
     assert isinstance(index.begin(client, Slot(b"new" * 10 + b"12", b"", 1), 0), int)
+
+
+@pytest.mark.parametrize("entries", [10, 1000])
+@pytest.mark.parametrize("use", ["lease", "pin"])
+def test_a_memory_in_use_refuses_a_write_without_looking_at_its_entries(
+    entries: int, use: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index, client = ArenaIndex(ExtentAllocator(entries * PAGE_BYTES, 2**30)), Client()
+    digests = [n.to_bytes(32) for n in range(entries)]
+    for digest in digests:
+        put(index, client, digest, 0)
+    pins = index.pin(client, digests, 0) if use == "pin" else index.lease(digests, 60, 0)
+    calls = 0
+    is_in_use = Slot.is_in_use
+
+    def counting(slot: Slot, now_s: float) -> bool:
+        nonlocal calls
+        calls += 1
+        return is_in_use(slot, now_s)
+
+    monkeypatch.setattr(Slot, "is_in_use", counting)
+    new = Slot(b"n" * 32, b"", PAGE_BYTES)
+
+    assert index.begin(client, new, 1) is Refusal.FULL
+    assert calls == 0
+    if use == "pin":
+        index.unpin(client, [pin[0] for pin in pins if isinstance(pin, tuple)][:1], 2)
+    assert isinstance(index.begin(client, new, 60), int)
 
 
 def test_an_entry_without_payload_counts_as_a_page_of_its_client() -> None:

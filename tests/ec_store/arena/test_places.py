@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from ec_store import Entry
+from ec_store.arena import store as arena_store
 from ec_store.arena.connection import ArenaConnection
 from ec_store.arena.protocol import GetStats, Stats
 from ec_store.arena.server import ArenaServer
@@ -90,6 +91,24 @@ def test_a_write_that_is_given_up_leaves_nothing(store: ArenaStore) -> None:
     assert (found.memory.begun_bytes, found.taken_bytes, found.entries) == (0, 0, 0)
 
 
+def test_an_entry_that_another_writes_is_asked_for_less_and_less_often(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s, attempts = 0.0, 0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(time, "sleep", sleep)
+    for _ in arena_store._attempts(10):  # noqa: SLF001
+        attempts += 1
+
+    assert now_s == pytest.approx(10)
+    assert 280 < attempts < 290
+
+
 def test_a_write_with_metadata_that_are_no_json_leaves_nothing(store: ArenaStore) -> None:
     with pytest.raises(TypeError):
         store.put(key(), entry(metadata={"no JSON": object()}))
@@ -120,6 +139,7 @@ def test_a_write_ends_with_the_server_it_was_begun_in(path: Path) -> None:
 
 SCHEDULER = """
 import sys, time
+from ec_store.arena import store as arena_store
 from ec_store.arena.store import ArenaStore
 from ec_store.arena.url import ArenaOptions
 from ec_store.engine.region import Region
@@ -141,6 +161,7 @@ while True:
 
 RANK = """
 import sys, time
+from ec_store.arena import store as arena_store
 from ec_store.arena.store import ArenaStore
 from ec_store.arena.url import ArenaOptions
 from ec_store.engine.region import Handle, RegionReader

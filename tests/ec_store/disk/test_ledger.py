@@ -6,7 +6,8 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from ec_store.disk.ledger import NAME, LedgerLost, Usage
 from ec_store.disk.lock import lock, try_lock
 from tests.ec_store.children import start
 from tests.ec_store.contract import key, sized
-from tests.ec_store.disk.on_disk import entries_bytes, folder_of, opened
+from tests.ec_store.disk.on_disk import age, entries_bytes, folder_of, opened, path_of
 
 FORK = multiprocessing.get_context("fork")
 
@@ -151,6 +152,38 @@ def test_process_that_was_stopped_within_a_change_stops_no_reader_and_drops_writ
             assert store.get(key("new")) is None
         assert store.put(key("new"), sized(10)) is True
         assert store.stats().bytes == entries_bytes(root)
+
+
+@pytest.mark.fault(94)
+def test_full_store_waits_once_for_a_process_that_was_stopped_within_a_change(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop_within() -> None:
+        monkeypatch.setattr(os, "pwrite", lambda *_: os.kill(os.getpid(), signal.SIGSTOP))
+        charge(folder_of(root), 0, 0)
+
+    names = [key(str(n)) for n in range(8)]
+    with opened(root, f"max_bytes={8 * 4096}") as store:
+        for name in names:
+            store.put(name, sized(10))
+            age(path_of(root, name), 3600)
+        with stopped(stop_within):
+            wait, waits = locks.lock, []
+
+            def waiting(fd: int) -> AbstractContextManager[None]:
+                waits.append(fd)
+                return wait(fd)
+
+            monkeypatch.setattr(ledger, "lock", waiting)
+            monkeypatch.setattr(locks, "BUSY_S", 0.01)
+            with pytest.raises(StoreUnavailable, match="keeps its ledger locked"):
+                store.put(key("new"), sized(10))
+            assert len(waits) == 1
+            store._keeper.settings = replace(store.settings, ttl=60)  # noqa: SLF001
+            with pytest.raises(StoreUnavailable, match="keeps its ledger locked"):
+                store.sweep()
+            assert len(waits) == 2
+        assert store.sweep() == 8
 
 
 def test_lock_is_held_by_one_and_released_although_a_child_was_forked(folder: Folder) -> None:

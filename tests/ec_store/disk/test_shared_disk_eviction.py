@@ -443,7 +443,7 @@ def test_store_is_full_of_entries_that_this_process_may_not_remove(
     monkeypatch.setattr(time, "sleep", pauses.append)
     with opened(root, f"max_bytes={10 * BLOCK}") as store:
         fill_ten(store, root)
-        monkeypatch.setattr(ledger, "remove_entry", denied)
+        monkeypatch.setattr(ledger, "remove_locked", denied)
         with pytest.raises(StoreUnavailable, match="none of its entries can be evicted"):
             store.put(key("next"), sized(100))
 

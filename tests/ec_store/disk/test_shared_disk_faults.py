@@ -510,7 +510,7 @@ def test_entry_that_is_being_leased_is_not_evicted(
 def test_entry_that_is_being_evicted_is_not_leased(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    remove = ledger.remove_entry
+    remove = ledger.remove_locked
 
     def lease_before(*args: Any) -> int:
         assert other.lease([key()], 60) == [None]
@@ -519,7 +519,7 @@ def test_entry_that_is_being_evicted_is_not_leased(
     with opened(root) as store, opened(root) as other:
         store.put(key(), entry())
         store.configure(max_bytes=1)
-        monkeypatch.setattr(ledger, "remove_entry", lease_before)
+        monkeypatch.setattr(ledger, "remove_locked", lease_before)
 
         assert store.evict() == 1
 
