@@ -49,8 +49,8 @@ class Process:
         """Start the server; `/health` below `url` answers 200 once it is ready.
 
         `environment` has variables in addition to this process's own. The output is appended to
-        `log`. The server gets SIGTERM when the thread that starts it ends, so also when SIGKILL ends
-        this process: start it from the main thread.
+        `log`. The server gets SIGTERM when the thread that starts it ends, so also when this
+        process is killed: start it from the main thread.
         """
         self.name = name
         self.url = url
@@ -151,7 +151,7 @@ def wait_until_ready(
         TimeoutError: not all were ready within `timeout_s` seconds.
     """
     started_s = told_s = time.monotonic()
-    ready, told = set[str](), dict[str, str]()
+    ready, messages = set[str](), dict[str, str]()
     while True:
         later = start_due(ready)
         for process in processes:
@@ -171,8 +171,8 @@ def wait_until_ready(
         if now_s - told_s >= progress_s:
             told_s = now_s
             for process in waiting if later else waiting[:-1] or waiting:
-                if told.get(process.name) != (message := process.last_message()):
-                    told[process.name] = message
+                if messages.get(process.name) != (message := process.last_message()):
+                    messages[process.name] = message
                     report(f"{process.name} after {now_s - started_s:.0f} s: {message}")
         time.sleep(POLL_S)
 
