@@ -1,4 +1,4 @@
-"""Addresses that the machine lacks."""
+"""Addresses that cannot be listened on."""
 
 import errno
 import socket
@@ -8,6 +8,7 @@ import pytest
 
 from epd.config import ProxyConfig
 from epd.edge.listening import CannotListen, bound_sockets
+from epd.workers.supervisor import supervise
 
 V4 = (socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", 0))
 V6 = (socket.AF_INET6, socket.SOCK_STREAM, 0, "", ("::1", 0, 0, 0))
@@ -36,3 +37,22 @@ def test_an_address_without_ipv6_is_left_out_unless_it_is_the_only_one(
     found.remove(V4)
     with pytest.raises(CannotListen), bound_sockets(config):
         pass
+
+
+async def test_an_error_of_listen_names_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    def listen(*_: object) -> None:
+        raise OSError(errno.EADDRINUSE, "in use")
+
+    async def serve(*_: object) -> None:
+        pass
+
+    monkeypatch.setattr(socket.socket, "listen", listen)
+    config = ProxyConfig(
+        host="127.0.0.1",
+        port=0,
+        workers=2,
+        encode_servers_urls=(),
+        decode_servers_urls=("http://127.0.0.1:9",),
+    )
+    with pytest.raises(CannotListen, match=r"cannot listen on 127\.0\.0\.1:0: in use"):
+        await supervise(config, serve)
