@@ -30,6 +30,10 @@ packets of further clients, which send them again after 1 s."""
 ACCEPT_AGAIN_S = 0.5
 """Delay after a failed accept, in seconds."""
 
+_LACKING = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
+"""Errors of an address of a host that this machine lacks, such as `::1` without IPv6. They matter
+only where the host has no other address."""
+
 Sockets = tuple[socket.socket, ...]
 Address = tuple[Any, ...]
 """Address for the socket functions: host, port, and for IPv6 flow and scope."""
@@ -166,10 +170,16 @@ def bound_sockets(config: ConfigFields) -> Iterator[list[Sockets]]:
 
 
 def _bound_to_one_port(config: ConfigFields, stack: ExitStack) -> list[Sockets]:
-    port, by_address = config.port, list[Sockets]()
+    port, by_address, lacking = config.port, list[Sockets](), None
     for family, (host, _, *scope) in _addresses(config.host):
         # The first socket is bound without SO_REUSEPORT: bind fails if another process listens.
-        first = stack.enter_context(_bound(family, (host, port, *scope)))
+        try:
+            first = stack.enter_context(_bound(family, (host, port, *scope)))
+        except OSError as error:
+            if error.errno not in _LACKING:
+                raise
+            lacking = error
+            continue
         first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, config.workers > 1)
         bound = first.getsockname()
         port = bound[1]
@@ -178,6 +188,8 @@ def _bound_to_one_port(config: ConfigFields, stack: ExitStack) -> list[Sockets]:
             for _ in range(config.workers - 1)
         ]
         by_address.append((first, *others))
+    if lacking is not None and not by_address:
+        raise lacking
     return list(zip(*by_address, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""Choice of the prefill and the decode instance: by the table, the client's header."""
+"""Choice of the prefill and the decode instance: by the table, or by the client's header."""
 
 import re
 from collections.abc import Sequence

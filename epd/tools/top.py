@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPException
 from typing import Any, cast
+from urllib.error import URLError
 from urllib.request import HTTPErrorProcessor, ProxyHandler, Request, build_opener
 
 from rich.console import Console
@@ -101,7 +102,8 @@ def _ask(url: str, key: str | None) -> UiState:
         with build_opener(ProxyHandler({}), _Answer).open(request, timeout=TIMEOUT_S) as answer:
             status, document = answer.status, json_or_none(answer.read())
     except (OSError, HTTPException) as error:  # TimeoutError is an OSError
-        raise NoState(f"{url} does not answer: {str(error) or type(error).__name__}") from None
+        reason = error.reason if isinstance(error, URLError) else error
+        raise NoState(f"{url} does not answer: {str(reason) or type(reason).__name__}") from None
     if status in {401, 403}:
         match document:
             case {"error": {"message": str() as reason}} | {"error": str() as reason}:

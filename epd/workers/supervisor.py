@@ -18,7 +18,7 @@ import structlog
 from epd.aio import Background
 from epd.config import ProxyConfig
 from epd.edge.files import Files
-from epd.edge.listening import BACKLOG, bound_sockets, log_listening
+from epd.edge.listening import BACKLOG, binding_errors, bound_sockets, log_listening
 from epd.observe import logs
 from epd.workers.orders import (
     CLEANUP_S,
@@ -74,8 +74,9 @@ async def supervise(
     workers = WorkerProcesses(worker_main, config, files)
     with shared_state(config) as shared:
         with bound_sockets(config) as groups:
-            for listener in chain(*groups):
-                listener.listen(BACKLOG)
+            with binding_errors(config):
+                for listener in chain(*groups):
+                    listener.listen(BACKLOG)
             # This process has no metrics: its failures appear only in its log.
             background = Background(lambda *_: None)
             reload = partial(_reload, orders, files, workers)

@@ -155,6 +155,8 @@ async def test_a_lack_of_descriptors_is_not_counted_against_the_instance() -> No
     async with launch() as fleet, connected(fleet.url) as (reader, writer):
         writer.write(b"GET /ready HTTP/1.1\r\nHost: epd\r\n\r\n")
         await answer(reader)
+        for _ in range(100):  # the health checks' connections close
+            await asyncio.sleep(0)
         resource.setrlimit(resource.RLIMIT_NOFILE, (highest_open() + 20, hard))
         held = []
         try:

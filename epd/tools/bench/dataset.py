@@ -4,6 +4,7 @@ Pictures and questions are generated from a seed and resemble those of VisionAre
 the order in which requests repeat pictures; it determines the hit rate of an ideal cache.
 """
 
+import base64
 import hashlib
 import math
 import os
@@ -161,7 +162,7 @@ def local(data_dir: Path, name: str, prompts: int, seed: int) -> Dataset:
     pictures = {number: folder / f"{number:06}.jpg" for number in sorted(set(trace))}
     for number, path in pictures.items():
         if not path.exists():
-            _publish(path, jpeg(rng(seed, name, "picture", number)))
+            _publish(path, [jpeg(rng(seed, name, "picture", number))])
     prompts_of = (question(rng(f"{seed}/{name}/{at}")) for at in range(len(trace)))
     return _written(name, folder, zip(prompts_of, map(pictures.__getitem__, trace), strict=True))
 
@@ -191,7 +192,7 @@ def vision_arena(data_dir: Path, prompts: int, source: str = HUB_NAME) -> Datase
             content = image["bytes"] or Path(image["path"]).read_bytes()
             path = folder / hashlib.sha256(content).hexdigest()
             if not path.exists():
-                _publish(path, content)
+                _publish(path, [content])
             requests.append((row["conversation"][0][0]["content"], path))
     except Exception as error:  # the type depends on the version of the HTTP library
         lines = str(error).strip().splitlines()
@@ -201,16 +202,26 @@ def vision_arena(data_dir: Path, prompts: int, source: str = HUB_NAME) -> Datase
 
 
 def _written(name: str, folder: Path, requests: Iterable[tuple[str, Path]]) -> Dataset:
-    """Write the file that vLLM reads as `custom_image`: a prompt and a picture in each line."""
+    """Write the file that vLLM reads as `custom_image`: a prompt and a picture in each line.
+
+    Pictures are data URLs, which vLLM sends unchanged; it would convert a picture of a file to PNG.
+    """
     asked = list(requests)
-    rows = ({"prompt": prompt, "image_files": [str(path.resolve())]} for prompt, path in asked)
+    rows = ({"prompt": prompt, "image_files": [_data_url(path)]} for prompt, path in asked)
     file = folder / "requests.jsonl"
-    _publish(file, b"".join(orjson.dumps(row) + b"\n" for row in rows))
+    _publish(file, (orjson.dumps(row) + b"\n" for row in rows))
     return Dataset(name, str(file), tuple(path.name for _, path in asked))
 
 
-def _publish(path: Path, content: bytes) -> None:
+def _data_url(path: Path) -> str:
+    with Image.open(path) as picture:
+        media_type = picture.get_format_mimetype()
+    return f"data:{media_type};base64,{base64.b64encode(path.read_bytes()).decode()}"
+
+
+def _publish(path: Path, chunks: Iterable[bytes]) -> None:
     """Write a file atomically: another run may read or write it at the same time."""
     staging = path.with_name(f".{path.name}.{os.getpid()}")
-    staging.write_bytes(content)
+    with staging.open("wb") as file:
+        file.writelines(chunks)
     staging.replace(path)

@@ -98,7 +98,6 @@ def bench_command(
         *(sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve"),
         *(str(word) for flag in flags.items() for word in flag),
         *(
-            "--custom-ensure-client-side-data",
             "--disable-shuffle",
             "--no-oversample",
             "--ignore-eos",

@@ -332,18 +332,24 @@ class Trials:
         request = self._request(of_tokens=True)
         handover = _handover(request, prefill, decode)
         handover.earlier = earlier
-        try:
-            async with asyncio.timeout(self._waits.read_s):
-                await self._turn(handover, decode, request, [*tokens, *first.answer, *tokens[-1:]])
-        except TimeoutError:
-            raise TrialFailed(f"no answer in {self._waits.read_s:g} s") from None
+        longer = [*tokens, *first.answer, *tokens[-1:]]
+        await self._turn(handover, decode, request, longer, self._waits.read_s)
 
     async def _turn(
-        self, handover: Handover, decode: Instance, request: Request, tokens: Sequence[int]
+        self,
+        handover: Handover,
+        decode: Instance,
+        request: Request,
+        tokens: Sequence[int],
+        prefill_s: float | None = None,
     ) -> bytes:
-        """Prefill and decode a prompt of tokens, and return decode's answer."""
+        """Prefill a prompt of tokens, within `prefill_s`, and return decode's answer to it."""
         body = _asking_tokens(self._model, tokens)
-        await self._stages.prefill(self._kv, handover, Prompt(body), request)
+        try:
+            async with asyncio.timeout(prefill_s):
+                await self._stages.prefill(self._kv, handover, Prompt(body), request)
+        except TimeoutError:
+            raise TrialFailed(f"no answer in {prefill_s:g} s") from None
         return await self._decode(decode, with_params(body, handover.params), request)
 
     async def _tokens(self, prefill: Instance) -> Sequence[int]:

@@ -72,6 +72,21 @@ BY_VARIABLE_ALONE = frozenset({"gpu_e", "gpu_p", "gpu_d", "gpu_pd"})
 """Fields without a flag of their own: `--gpus` sets them all."""
 
 
+_METAVARS = {
+    **dict.fromkeys(("e", "p", "d", "pd"), "PART"),
+    **dict.fromkeys(("len", "threshold"), "TOKENS"),
+    "gpus": "DEVICES",
+    "env": "VARIABLE",
+    "memory": "SIZE",
+    "seqs": "N",
+    "host": "ADDRESS",
+    "store": "URL",
+    "path": "FOLDER",
+    "s": "SECONDS",
+}
+"""Names of a flag's value in the help, by the last word of the flag; others have this word."""
+
+
 def add_parser(commands: Commands) -> None:
     """Add `up` to the commands of `epd`."""
     parser = commands.add_parser(
@@ -91,13 +106,18 @@ def add_parser(commands: Commands) -> None:
             parser.add_argument(
                 _flag(name),
                 default=SUPPRESS,
-                metavar=name.rpartition("_")[2].upper(),
+                metavar=_metavar(name),
                 help=_help(field).replace("%", "%%"),
             )
     parser.add_argument(
         "--dry-run", action="store_true", help="print the command lines and start nothing"
     )
     parser.set_defaults(run=partial(_run, parser))
+
+
+def _metavar(name: str) -> str:
+    last = name.rpartition("_")[2]
+    return _METAVARS.get(last, last.upper())
 
 
 def _flag(name: str) -> str:

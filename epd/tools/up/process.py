@@ -49,7 +49,8 @@ class Process:
         """Start the server; `/health` below `url` answers 200 once it is ready.
 
         `environment` has variables in addition to this process's own. The output is appended to
-        `log`. The server gets SIGTERM if this process ends, also by SIGKILL.
+        `log`. The server gets SIGTERM when the thread that starts it ends, so also when this
+        process is killed: start it from the main thread.
         """
         self.name = name
         self.url = url
@@ -139,6 +140,8 @@ def wait_until_ready(
 ) -> None:
     """Wait until all servers are ready, and report their progress every `progress_s` seconds.
 
+    The progress of a server is the last line of its log, reported when it changed.
+
     `start_due` gets the names of the servers that are ready, adds further ones to `processes`, and
     returns the names of those that it has not started yet. The last server, which waits for the
     others, is reported only when they are ready.
@@ -148,7 +151,7 @@ def wait_until_ready(
         TimeoutError: not all were ready within `timeout_s` seconds.
     """
     started_s = told_s = time.monotonic()
-    ready = set[str]()
+    ready, messages = set[str](), dict[str, str]()
     while True:
         later = start_due(ready)
         for process in processes:
@@ -168,7 +171,9 @@ def wait_until_ready(
         if now_s - told_s >= progress_s:
             told_s = now_s
             for process in waiting if later else waiting[:-1] or waiting:
-                report(f"{process.name} after {now_s - started_s:.0f} s: {process.last_message()}")
+                if messages.get(process.name) != (message := process.last_message()):
+                    messages[process.name] = message
+                    report(f"{process.name} after {now_s - started_s:.0f} s: {message}")
         time.sleep(POLL_S)
 
 

@@ -18,13 +18,15 @@ from epd.tools.up.process import (
     stop,
     wait_until_ready,
 )
+from epd.tools.up.signals import interrupts_held_back
 
 READY_TIMEOUT_S = 600.0
 FRONT_STOP_TIMEOUT_S = 15.0
 STORE_STOP_TIMEOUT_S = 5.0
 
 RESTART_S = 1.0
-"""Seconds before the first restart of the store's service; they double before each further one."""
+"""Seconds before the first restart of the store's service; they double before each further one,
+unless the service ran for longer than `LONGEST_RESTART_S`."""
 LONGEST_RESTART_S = 60.0
 
 
@@ -69,7 +71,7 @@ class Fleet:
         Only the store's service is started again: engines and the proxy connect to it by
         themselves, and its memory is empty.
         """
-        restart_s, due_s = RESTART_S, inf
+        restart_s, due_s, started_s = RESTART_S, inf, time.monotonic()
         while True:
             for process in tuple(self._processes):
                 try:
@@ -81,12 +83,14 @@ class Fleet:
                         raise ProcessDied(f"{death}\n{lacking}: stopping all servers.") from None
                     self.report(f"{death}\nThe other servers continue without {process.name}.")
                     if process.name == STORE:
+                        if time.monotonic() - started_s > LONGEST_RESTART_S:
+                            restart_s = RESTART_S
                         self.report(f"{STORE} is started again in {restart_s:.0f} s")
                         due_s = time.monotonic() + restart_s
                         restart_s = min(LONGEST_RESTART_S, 2 * restart_s)
             if time.monotonic() >= due_s:
                 self._start(self.plan.servers()[0])
-                due_s = inf
+                due_s, started_s = inf, time.monotonic()
             time.sleep(POLL_S)
 
     def stop(self) -> None:
@@ -122,7 +126,8 @@ class Fleet:
     def _start(self, server: FleetServer) -> None:
         log = self.logs / f"{server.name}.log"
         self.report(f"starting {server.name}: {server.url}, log in {log}")
-        self._processes.append(self.launch(server, log))
+        with interrupts_held_back():  # `stop` must know each server that was started
+            self._processes.append(self.launch(server, log))
 
     def _end(self, process: Process) -> None:
         process.kill()

@@ -1,6 +1,7 @@
 """Pictures and conversations like those of VisionArena-Chat."""
 
 import statistics
+from base64 import b64decode
 from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
@@ -73,7 +74,7 @@ def test_conversations_of_the_hub_become_requests(tmp_path: Path) -> None:
 
     found = vision_arena(tmp_path, 3, str(hub.parent))
     lines = [orjson.loads(line) for line in Path(found.path).read_bytes().splitlines()]
-    sent = [Path(*line["image_files"]).read_bytes() for line in lines]
+    sent = [b64decode(*(url.partition(",")[2] for url in line["image_files"])) for line in lines]
 
     assert [line["prompt"] for line in lines] == ["0?", "1?", "2?"]
     assert sent == [contents[0], contents[1], contents[0]]

@@ -3,6 +3,8 @@
 import asyncio
 import json
 import sys
+import warnings
+from base64 import b64decode
 from collections.abc import Iterator
 from functools import partial
 from os import environ
@@ -157,8 +159,21 @@ def test_a_longer_data_set_keeps_the_pictures_of_a_shorter_one(tmp_path: Path) -
     assert longer.trace[:4] == short.trace
     assert {path: path.stat().st_mtime_ns for path in before} == before
     rows = map(json.loads, Path(longer.path).read_text().splitlines())
-    named = [Path(picture).name for row in rows for picture in row["image_files"]]
-    assert named == [*longer.trace]
+    sent = [b64decode(url.partition(",")[2]) for row in rows for url in row["image_files"]]
+    assert sent == [Path(longer.path).with_name(name).read_bytes() for name in longer.trace]
+
+
+@needs_vllm
+def test_vllm_sends_a_picture_as_it_is(tmp_path: Path) -> None:
+    with warnings.catch_warnings(action="ignore"):
+        from vllm.benchmarks.datasets import CustomImageDataset  # noqa: PLC0415 - needs vLLM
+
+    made = local(tmp_path, "local", 1, seed=1)
+    sample = CustomImageDataset(dataset_path=made.path, disable_shuffle=True).sample(None, 1)
+    kind, _, content = sample[0].multi_modal_data["image_url"]["url"].partition(",")
+
+    assert kind == "data:image/jpeg;base64"
+    assert b64decode(content) == Path(made.path).with_name(*made.trace).read_bytes()
 
 
 @pytest.mark.parametrize(

@@ -291,6 +291,20 @@ async def test_an_uncounted_trial_of_kv_transfers_is_a_warning(
     assert "counted no transfer" in finding.seen
 
 
+async def test_a_slow_decode_is_not_taken_for_a_prefill_that_reads_nothing(
+    clinic: Clinic, talking: Turns
+) -> None:
+    computes = clinic.decode.chat
+
+    async def slowly(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await asyncio.sleep(0.5)
+        return await computes(request, body)
+
+    clinic.decode.chat = slowly
+
+    assert {one.verdict for one in await clinic.findings(**WITHOUT)} == {Verdict.OK}
+
+
 async def test_a_prefill_that_waits_in_vain_for_decodes_blocks_is_found(
     clinic: Clinic, talking: Turns
 ) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import uvloop
 
-from epd.tools.up.signals import leave_contexts_on_signals
+from epd.tools.up.signals import interrupts_held_back, leave_contexts_on_signals
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -40,3 +40,20 @@ def test_a_signal_in_a_callback_of_a_loop_is_not_lost(number: signal.Signals) ->
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
         runner.run(main())
+
+
+@pytest.mark.parametrize("number", ENDING)
+def test_a_signal_waits_for_the_record_of_a_started_server(number: signal.Signals) -> None:
+    leave_contexts_on_signals()
+    steps = []
+
+    def start() -> None:
+        with interrupts_held_back():
+            signal.raise_signal(number)
+            steps.append("recorded")
+
+    with pytest.raises(KeyboardInterrupt):
+        start()
+
+    assert steps == ["recorded"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
