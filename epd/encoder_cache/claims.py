@@ -223,9 +223,9 @@ class MakerClaims:
     async def wait(self, key: EntryKey, wait_s: float) -> EntryInfo | None:
         """Return an entry that others make, as soon as it is stored.
 
-        None: this maker makes it. It has the claim, because the other maker failed. Or it has none:
-        the store does not answer, or the entry did not appear in time. Such an entry is late: for
-        `LATE_S`, no request begins to wait for it.
+        None: this maker makes the entry. It has the claim if the other maker failed. It has none if
+        the store does not answer, or if the entry did not appear in time: such an entry is late,
+        and for `LATE_S` no request begins to wait for it.
         """
         claims = self._claims
         if claims is None or claims.is_late(key):

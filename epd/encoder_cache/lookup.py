@@ -23,8 +23,8 @@ class Lookup:
         skips_claims: whether the claims are skipped, because writing to the store fails.
         abandoned: whether the request waits no longer for the rest of the visit, which then
             releases at once the claims that it takes.
-        claimed_before: keys that this proxy has claimed for other requests, as they change. The
-            store renews these claims, and they are not released.
+        claimed_before: keys that this proxy has claimed for other requests; a live view. The store
+            renews these claims, and an abandoned visit does not release them.
     """
 
     keys: Sequence[EntryKey]

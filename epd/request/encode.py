@@ -144,7 +144,7 @@ class Encoder:
                             waiting.link(span)
                     break
                 except ProxyError:
-                    if not (joins and may_repeat):  # only of an encode that had begun before
+                    if not (joins and may_repeat):  # another request had begun the encode
                         raise
         except ProxyError as failure:
             pending.output = self._fall_back(job, pending, failure)
@@ -235,14 +235,15 @@ class Encoder:
         limit_s = 0.0
         if self._namespaces.consumers_share():
             limit_s = claims.wait_limit_s([pending.entry_key for pending in missing])
-        # At least half of the time is left for the encodes of this request.
-        left_s = job.left_s - min(limit_s, job.left_s / 2)
+        waits, clock = limit_s > 0, asyncio.get_running_loop().time
+        # Half of the time is left for items that must be encoded by a request of their own.
+        until_s = clock() + min(limit_s, job.left_s / 2)
         for pending in missing:
-            if limit_s:
-                wait_s = job.left_s - left_s
+            if waits:
+                wait_s = until_s - clock()
                 pending.output = await self._wait_for_entry(job, pending, claims, wait_s)
             if pending.output is None:
-                pending.place, limit_s = AT_CONSUMER, 0.0
+                pending.place, waits = AT_CONSUMER, False
             else:
                 job.request.record.add_wait()
 

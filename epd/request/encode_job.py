@@ -1,4 +1,4 @@
-"""Encode stage of a request: its items, and the limits of all their tries. Pure."""
+"""Encode stage of a request: its items, and the limits of all their tries."""
 
 import time
 from collections.abc import Hashable
@@ -22,7 +22,9 @@ at most the items that are sent at the same time."""
 
 @dataclass(eq=False)
 class EncodeJob:
-    """Items of one request, each of which needs an encoder output. Its time begins when it is made.
+    """Items of one request, each of which needs an encoder output.
+
+    The time of the stage begins with this object.
 
     Attributes:
         consumer_reservation: reservation of the instance that gets the outputs, if chosen early.

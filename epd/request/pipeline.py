@@ -161,7 +161,7 @@ class Pipeline:
         return encoded_items
 
     async def _keyed(self, request: Request) -> Request:
-        """Return the request with its items' keys. It, and they, must not have ended instances.
+        """Return the request with its items' keys; reject what has ended instances before.
 
         Raises:
             ProxyError: an item is invalid, or its fetch failed; or the request is rejected.
@@ -218,7 +218,7 @@ class Pipeline:
     def _encode_job(
         self, request: Request, attempt: Attempt, first: Reservation | None
     ) -> EncodeJob | None:
-        """Return the items to encode; None if outputs of an earlier attempt are usable, or none."""
+        """Return the items to encode; None without items, or if an earlier attempt encoded them."""
         namespace = self._namespace(first)
         usable = attempt.encoded_items is not None and not self._transfer.pushed
         if not request.items or (usable and namespace == attempt.namespace):

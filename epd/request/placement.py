@@ -81,7 +81,7 @@ class Placement:
         for pending in missing:
             item = pending.item
             pending.tokens = self._token_counts.predict_tokens(model, item.modality, item.pixels)
-        if job.course.local:  # they have been left to the consumer
+        if job.course.local:  # its rule is that of `Encoder._leave_items`
             return
         rule = job.course.items
         if rule is not None and (forced := self._forced_place(job, items)) is not None:

@@ -21,10 +21,8 @@ MAX_FAILURES = 2
 do not count."""
 
 MAX_ATTEMPTS = 6 + 2 * MAX_FAILURES
-"""Six more attempts are possible: after a prefill that could not read the blocks of an earlier
-turn, after an instance rejected metadata in place of media, after a lost entry, without the names
-of media, at the prefill instance that lacked an entry, and at a decode instance that lacked
-blocks."""
+"""Maximum number of attempts of a request: the failures of both stages, and one attempt more for
+each other row of `RULES`."""
 
 MAX_ENCODES = 3
 """Maximum number of tries of one item. The same instance may have several of them."""
@@ -61,8 +59,8 @@ NO_PROMPT = Prompt({})
 class Attempt:
     """How a request is sent once, and what the steps of this attempt have gathered.
 
-    `next_attempt` makes the next one of a failed one. `Pipeline` sets the fields from `namespace`
-    on, step by step.
+    `next_attempt` makes the next one of a failed one. `Pipeline` sets `encoded_items`,
+    `without_prefill` and the fields from `namespace` on, step by step.
 
     Attributes:
         named: the decode instance that the client names; None for any.
