@@ -211,6 +211,7 @@ OF_TESTS: Mapping[str, Sequence[Spec]] = {
         SHARDED_IN_MEMORY,
     ],
     "test_memory_of_killed_engines_is_free_and_the_others_answer": IN_MEMORY[:1],
+    "test_memory_of_a_killed_rank_is_free_and_its_engine_answers_again": [SHARDED_IN_MEMORY],
     "test_all_ranks_of_a_consumer_read_the_memory_of_their_host": [SHARDED_IN_MEMORY],
     # Differences with a separate prefill engine.
     "test_small_picture_is_encoded_by_its_consumer_and_found_by_the_next_request": SAVING,

@@ -5,6 +5,7 @@ from collections import Counter
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import psutil
 import pytest
 
 from tests.e2e.asking import ask, check_equal, unseen
@@ -58,6 +59,34 @@ def test_memory_of_killed_engines_is_free_and_the_others_answer(stack: Served) -
             finally:  # other tests use the stack too
                 stack.stack.restart(engine)
             until(lambda: load.seen[-2 * CLIENTS :] == ["right"] * 2 * CLIENTS)
+
+    assert set(load.seen) <= {"right", "error 502", "error 503", "broken off"}
+    path = Path(urlsplit(stack.stack.store).path)
+    until_stats(path, pinned_bytes=0, begun_bytes=0, gone_bytes=0)
+
+
+@pytest.mark.fault(124)
+def test_memory_of_a_killed_rank_is_free_and_its_engine_answers_again(stack: Served) -> None:
+    """An engine that loses a rank ends, so that no step has only some of its tensors."""
+    load = Load(stack, [ask(stack.baseline, stack.model, *question) for question in QUESTIONS])
+    [consumer] = stack.consumers
+    engine = psutil.Process(stack.stack.process_of(consumer).pid)
+    ranks = [
+        child
+        for child in engine.children(recursive=True)
+        if not child.children() and "resource_tracker" not in " ".join(child.cmdline())
+    ]  # the core of the engine is their parent
+    assert len(ranks) == 2
+    with load.running():
+        load.ends(CLIENTS)
+        ranks[1].kill()
+        try:
+            assert psutil.wait_procs(ranks, timeout=60)[1] == []
+            load.ends(CLIENTS)
+        finally:  # other tests use the stack too
+            stack.stack.kill(consumer)
+            stack.stack.restart(consumer)
+        until(lambda: load.seen[-2 * CLIENTS :] == ["right"] * 2 * CLIENTS)
 
     assert set(load.seen) <= {"right", "error 502", "error 503", "broken off"}
     path = Path(urlsplit(stack.stack.store).path)
