@@ -162,6 +162,11 @@ class Fetcher:
         self._check_s = min(first, now + CHECK_EVERY_S)
         return settled
 
+    def is_first_lookup(self, identifier: str) -> bool:
+        """Return whether an entry is being looked up, and no lookup of it has ended before."""
+        fetch = self._fetches.get(identifier)
+        return fetch is not None and not fetch.looks and not fetch.overdue
+
     def wait_for_result(self, seconds: float) -> None:
         """Wait until `process_results` has a result of a thread, for at most this long."""
         self._arrived.clear()

@@ -290,8 +290,14 @@ class Consumer:
         return ItemTarget(part.identifier, modality, self._dtype, part.tokens, columns)
 
     def _wait_for_fetches(self, needs: Needs) -> None:
-        """Wait for the fetches of a request that was just admitted, within the step's time."""
-        while needs.waiting and self._wait_left_s > 0:
+        """Wait for the lookups of a request that was just admitted, within the step's time.
+
+        A promised entry that is not stored yet is looked up again later: no step waits for that.
+        """
+        is_first = self._fetcher.is_first_lookup
+        while self._wait_left_s > 0 and any(
+            part.how is How.WAITING and is_first(part.identifier) for part in needs.parts
+        ):
             began_s = time.monotonic()
             self._fetcher.wait_for_result(self._wait_left_s)
             self._wait_left_s -= time.monotonic() - began_s

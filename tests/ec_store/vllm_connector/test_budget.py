@@ -148,6 +148,27 @@ def test_step_waits_once_for_a_store_that_hangs(
     store.go.set()
 
 
+def test_step_waits_for_no_second_lookup_of_a_promised_entry(
+    schedule: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The entry is still being written: its request and another one for it wait between steps."""
+
+    class Empty(FakeStore):
+        def get(self, key: EntryKey) -> Entry | None:  # type: ignore[override]
+            self.asked.append(key.identifier)
+            return None
+
+    store = Empty()
+    scheduler = schedule(store, 9.0, wait_s=WITHIN_S)
+    wait = scheduler.fetcher.wait_for_result
+    monkeypatch.setattr(scheduler.fetcher, "wait_for_result", lambda _: wait(0.05))
+    first, second = scheduler.request("1", "a"), scheduler.request("2", "a")
+    first.ec_transfer_params = second.ec_transfer_params = {"a": {}}
+
+    assert scheduler.step(first, second) == []
+    assert store.asked == ["a"]
+
+
 def test_request_larger_than_the_budget_is_admitted_by_itself(schedule: Any) -> None:
     scheduler = schedule(FakeStore(), 2.5)
     small, large, last = (
