@@ -11,13 +11,13 @@ from typing import Any, NamedTuple, TypeVar, cast
 from ec_store.arena.protocol import (
     MAX_REPLY_BYTES,
     VERSION,
+    ArenaRequest,
     BadMessage,
     Failed,
     Frames,
     Hello,
     Message,
     Reply,
-    Request,
     encode,
     read_reply,
 )
@@ -53,7 +53,7 @@ class AsyncArenaConnection:
         self._closed = False
         after_fork(self._forget_parent)
 
-    async def call(self, request: Request[R]) -> R:
+    async def call(self, request: ArenaRequest[R]) -> R:
         """Send a request, and return its reply. The reply to a cancelled call is dropped.
 
         Raises:
@@ -167,7 +167,7 @@ class _Link(asyncio.Protocol):
     def usable(self) -> bool:
         return not self._ended and not self.transport.is_closing()
 
-    def ask(self, request: Request[Any]) -> "asyncio.Future[Reply]":
+    def ask(self, request: ArenaRequest[Any]) -> "asyncio.Future[Reply]":
         """Send a request; return the future of its reply."""
         call = _Call(
             request.reply_type, self._loop.create_future(), self._loop.time() + self._timeout_s

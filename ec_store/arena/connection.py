@@ -20,6 +20,7 @@ from ec_store.arena.memory import Bytes, map_memory, parts_of, populate
 from ec_store.arena.protocol import (
     MAX_REPLY_BYTES,
     VERSION,
+    ArenaRequest,
     BadMessage,
     Begun,
     Failed,
@@ -29,7 +30,6 @@ from ec_store.arena.protocol import (
     Message,
     Pins,
     Reply,
-    Request,
     Role,
     Unpin,
     Welcome,
@@ -148,7 +148,7 @@ class ArenaConnection:
         after_fork(self._forget_parent)
 
     def call(
-        self, request: Request[R], *, within: MappedArena | None = None
+        self, request: ArenaRequest[R], *, within: MappedArena | None = None
     ) -> tuple[R, MappedArena]:
         """Send a request; return its reply, and the memory that the reply refers to.
 
@@ -266,7 +266,7 @@ class ArenaConnection:
         return self._arena
 
     def _exchange(
-        self, request: Request[R], deadline_s: float, within: MappedArena | None
+        self, request: ArenaRequest[R], deadline_s: float, within: MappedArena | None
     ) -> tuple[MappedArena, R]:
         try:
             arena = self._send_request(request, deadline_s)
@@ -278,7 +278,7 @@ class ArenaConnection:
         reply = _receive(arena.socket, b"", deadline_s)
         return arena, cast("R", _expect(reply, request.reply_type))
 
-    def _send_request(self, request: Request[R], deadline_s: float) -> MappedArena:
+    def _send_request(self, request: ArenaRequest[R], deadline_s: float) -> MappedArena:
         arena = self._arena or self._connect(deadline_s)
         if self._earlier:
             self._report_copies(arena, deadline_s)

@@ -51,7 +51,7 @@ class Message(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """Request of a client, or reply of the server, as an array."""
 
 
-class Request(Message, Generic[R], frozen=True):
+class ArenaRequest(Message, Generic[R], frozen=True):
     """Request of a client, which has a reply of this type."""
 
     reply_type: ClassVar[type[Message]]
@@ -203,7 +203,7 @@ class Failed(Message, frozen=True):
     text: str
 
 
-class Hello(Request[Welcome], frozen=True):
+class Hello(ArenaRequest[Welcome], frozen=True):
     """First request of a connection.
 
     Attributes:
@@ -215,13 +215,13 @@ class Hello(Request[Welcome], frozen=True):
     role: Role
 
 
-class Forget(Request[Done], frozen=True):
+class Forget(ArenaRequest[Done], frozen=True):
     """End all that an earlier connection of this process held: its copies have ended."""
 
     session: int
 
 
-class Find(Request[Headers], frozen=True):
+class Find(ArenaRequest[Headers], frozen=True):
     """Look entries up. With `seconds` above 0, lease them too.
 
     If there is a tier, entries that are missing here are looked up there first, and begin to come.
@@ -231,7 +231,7 @@ class Find(Request[Headers], frozen=True):
     seconds: Seconds = 0.0
 
 
-class Read(Request[Pins], frozen=True):
+class Read(ArenaRequest[Pins], frozen=True):
     """Pin entries, so that they are not evicted."""
 
     digests: Digests
@@ -243,7 +243,7 @@ class Unpin(Message, frozen=True):
     numbers: list[int]
 
 
-class Begin(Request[Begun], frozen=True):
+class Begin(ArenaRequest[Begun], frozen=True):
     """Begin to write an entry."""
 
     digest: Digest
@@ -252,32 +252,32 @@ class Begin(Request[Begun], frozen=True):
     replace: bool
 
 
-class End(Request[Done], frozen=True):
+class End(ArenaRequest[Done], frozen=True):
     """End a write; an empty header gives it up. `Done` has 1 if it is stored."""
 
     number: int
     header: Header
 
 
-class Discard(Request[Done], frozen=True):
+class Discard(ArenaRequest[Done], frozen=True):
     """Delete the entry of a pin, which is corrupt, unless it was replaced."""
 
     number: int
 
 
-class Delete(Request[Done], frozen=True):
+class Delete(ArenaRequest[Done], frozen=True):
     """Delete entries. `Done` has their number."""
 
     digests: Digests
 
 
-class Purge(Request[Done], frozen=True):
+class Purge(ArenaRequest[Done], frozen=True):
     """Delete a namespace with its entries. `Done` has their number."""
 
     namespace: Name
 
 
-class ClaimKeys(Request[Claimed], frozen=True):
+class ClaimKeys(ArenaRequest[Claimed], frozen=True):
     """Claim keys. With `find`, the keys of existing entries are not claimed."""
 
     digests: Digests
@@ -286,27 +286,27 @@ class ClaimKeys(Request[Claimed], frozen=True):
     find: bool = False
 
 
-class Release(Request[Done], frozen=True):
+class Release(ArenaRequest[Done], frozen=True):
     """Release claims of an owner."""
 
     digests: Digests
     owner: Owner
 
 
-class List(Request[Page], frozen=True):
+class List(ArenaRequest[Page], frozen=True):
     """List entries after this digest, by digest."""
 
     after: bytes
 
 
-class Register(Request[NamespaceList], frozen=True):
+class Register(ArenaRequest[NamespaceList], frozen=True):
     """Register the namespace of a model; an empty model only asks."""
 
     model: RegisteredName
     namespace: RegisteredName
 
 
-class GetStats(Request[Stats], frozen=True):
+class GetStats(ArenaRequest[Stats], frozen=True):
     """Get the statistics. The cost grows with the pins."""
 
 

@@ -32,6 +32,7 @@ from ec_store.arena.fields import (
 from ec_store.arena.index import Refusal
 from ec_store.arena.memory import Bytes, copy_in, copy_out
 from ec_store.arena.protocol import (
+    ArenaRequest,
     Begin,
     Begun,
     Delete,
@@ -44,7 +45,6 @@ from ec_store.arena.protocol import (
     Purge,
     Read,
     Register,
-    Request,
     Role,
     Row,
 )
@@ -220,7 +220,7 @@ class ArenaStore(Store):
     def close(self) -> None:
         self.connection.close()
 
-    def _ask(self, request: Request[R]) -> R:
+    def _ask(self, request: ArenaRequest[R]) -> R:
         return self.connection.call(request)[0]
 
     def _begin(self, request: Begin) -> tuple[Begun, MappedArena] | None:
