@@ -25,13 +25,13 @@ from typing import Any
 import aiohttp
 
 from epd.routing.instances import Role
-from epd.tools.up.ports import free_ports
 from epd.tools.up.settings import Topology
 from scripts.chaos_faults import Faults, kills_of_workers, plan, storm
 from scripts.chaos_fleet import DiskStore, Instance, RedisStore
 from scripts.chaos_load import MAX_BODY_BYTES, Clients, Line, Questions, ask
 from scripts.chaos_proxy import Proxy, answered, not_asked_by, under_way
 from scripts.chaos_report import MORE_FDS, Figures, Left, Sample, Seen, figures
+from scripts.ports import free_ports
 
 PROXY_FLAGS = {
     "--encode-timeout-s": 4,

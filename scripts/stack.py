@@ -9,10 +9,10 @@ from typing import Any
 from epd.routing.instances import Role
 from epd.tools.up.engine import Engine
 from epd.tools.up.plan import plan_fleet
-from epd.tools.up.ports import free_ports
 from epd.tools.up.process import Process, wait_until_ready
 from epd.tools.up.settings import FleetSettings, Topology
 from epd.tools.up.stack import Fleet
+from scripts.ports import free_ports
 
 
 class Stack(Fleet):

@@ -238,11 +238,6 @@ class Turn:
     heard: ReplyCapture | None = None
 
     @property
-    def prefers_prefill(self) -> str | None:
-        """URL of the previous turn's prefill instance, which may have the blocks itself."""
-        return None if self.before is None else self.before.prefill
-
-    @property
     def prefers_decode(self) -> str | None:
         """URL of the previous turn's decode instance."""
         return None if self.before is None else self.before.decode

@@ -30,9 +30,9 @@ from PIL import Image
 
 from epd.tools.bench.dataset import rng
 from epd.tools.bench.runs import machine
-from epd.tools.up.ports import free_ports
 from epd.version import __version__
 from scripts.matrix.answer import Answer, differences, read_answer, read_events
+from scripts.ports import free_ports
 
 HTTP = requests.Session()
 HTTP.trust_env = False  # no proxy of the environment

@@ -19,11 +19,11 @@ from typing import Self
 import psutil
 import uvloop
 
-from epd.tools.up.ports import free_ports
 from epd.tools.up.process import STOP_TIMEOUT_S, Process, stop, wait_until_ready
 from scripts.overhead import load
 from scripts.overhead.load import BenchLoad
 from scripts.overhead.scenarios import Bodies, Sample, Scenario, sample
+from scripts.ports import free_ports
 
 PYTHON = shlex.quote(sys.executable)
 EPD = (

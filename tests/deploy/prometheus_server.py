@@ -10,7 +10,7 @@ from typing import Any
 
 import aiohttp
 
-from epd.tools.up.ports import free_ports
+from scripts.ports import free_ports
 from tests.deploy.tools import PROMETHEUS, program
 
 START_S = 60.0

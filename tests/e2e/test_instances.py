@@ -10,9 +10,9 @@ import httpx
 import openai
 
 from epd.routing.instances import Role
-from epd.tools.up.ports import free_ports
 from epd.tools.up.process import STOP_TIMEOUT_S, Process, stop, wait_until_ready
 from scripts.forked import ForkedProcess
+from scripts.ports import free_ports
 from tests.e2e.asking import ask
 from tests.e2e.load import ASKED, CLIENTS, QUESTIONS, Load, until
 from tests.e2e.served import Served, metric

@@ -15,7 +15,7 @@ import httpx
 import openai
 import pytest
 
-from epd.tools.up.ports import free_ports
+from scripts.ports import free_ports
 from tests.e2e.stacks import VISION
 from tests.paths import MEDIA
 from tests.tools.up.processes import left, marked, new_mark, processes_with_output

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from epd.routing.instances import Role
-from epd.tools.up.ports import free_ports
+from scripts.ports import free_ports
 from tests.requests import image, request, text
 from tests.support.fake_instance import FakeInstance, after, decodes, refuses
 from tests.support.fleet import Fleet, Launch, until

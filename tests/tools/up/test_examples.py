@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from epd.tools.up.ports import free_ports
+from scripts.ports import free_ports
 from tests.tools.up.processes import left, marked, new_mark
 
 pytestmark = pytest.mark.full

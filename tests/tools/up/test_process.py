@@ -16,9 +16,9 @@ import pytest
 from epd.routing.instances import Role
 from epd.tools.up.engine import Engine
 from epd.tools.up.platforms import CPU
-from epd.tools.up.ports import free_ports
 from epd.tools.up.process import STOP_TIMEOUT_S, Process, ProcessDied, stop, wait_until_ready
 from epd.tools.up.settings import FleetSettings, Topology
+from scripts.ports import free_ports
 from scripts.stack import Stack
 
 SERVER = """

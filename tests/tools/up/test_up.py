@@ -26,7 +26,7 @@ from PIL import Image
 
 from ec_store import Store, StoreUnavailable, open_store
 from ec_store.arena.sockets import is_served, runtime_folder
-from epd.tools.up.ports import free_ports
+from scripts.ports import free_ports
 from tests.support.forked_epd import fork_epd
 from tests.tools.up.processes import left, marked, new_mark, processes_of
 
