@@ -141,13 +141,14 @@ class EncoderCache:
     def note_found(self, infos: Iterable[EntryInfo | bool | None]) -> dict[EntryKey, EntryInfo]:
         """Return the found entries by key, and lease them soon after."""
         found = {info.key: info for info in infos if isinstance(info, EntryInfo)}
-        if found:
-            self.found_bytes += sum([info.size_bytes for info in found.values()])
-            until_s = asyncio.get_running_loop().time() + self._config.ec_store_lease_s
-            # Those with less than `ec_store_lease_s` left of their lease.
-            short = [key for key in found if self._leased.get(key, 0.0) < until_s]
-            if short:
-                self.run_later(self.lease(short))
+        until_s = asyncio.get_running_loop().time() + self._config.ec_store_lease_s
+        short: list[EntryKey] = []
+        for key, info in found.items():
+            self.found_bytes += info.size_bytes
+            if self._leased.get(key, 0.0) < until_s:  # less than `ec_store_lease_s` is left
+                short.append(key)
+        if short:
+            self.run_later(self.lease(short))
         return found
 
     async def lease(self, keys: Sequence[EntryKey]) -> None:

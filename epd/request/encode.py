@@ -114,85 +114,6 @@ class Encoder:
         record.add_items([(output.result, output.item.modality) for output in outputs])
         return outputs
 
-    async def _encode_item(self, job: EncodeJob, pending: PendingItem) -> None:
-        """Set the output of an item by an encode, or leave it to prefill or decode.
-
-        Requests that need an output at the same time share its encode. Two kinds of output are not
-        shared: one that is pushed to a consumer, and one with a key that an engine makes.
-
-        Raises:
-            ProxyError: the encode failed, and prefill or decode may not encode the item either.
-        """
-        item, record = pending.item, job.request.record
-        try:
-            if pending.output_key is None or self._transfer.pushed:
-                encoded = await self._try_instances(job, pending)
-                pending.output = EncodedItem(item, encoded, "encoded")
-                return
-            flight = pending.output_key, job.sharing
-            work = partial(self._encode_once, job, pending, pending.output_key)
-            for may_repeat in (True, False):
-                joins = flight in self._flights
-                try:
-                    with record.wait_span(item) if joins else nullcontext() as waiting:
-                        output, span = await self._flights.join(flight, work)
-                        if waiting is not None and span is not None:
-                            waiting.link(span)
-                    break
-                except ProxyError:
-                    if not (joins and may_repeat):  # another request had begun the encode
-                        raise
-        except ProxyError as failure:
-            pending.output = self._fall_back(job, pending, failure)
-            return
-        if output.item is not item:  # the result of another request
-            output = EncodedItem(item, output.encoded, "hit")
-        if output.result == "hit":
-            record.add_wait()
-        pending.output = output
-
-    async def _encode_once(
-        self, job: EncodeJob, pending: PendingItem, output: OutputKey
-    ) -> "tuple[EncodedItem, Span | None]":
-        """Return an item after its encode, or after that of another proxy on the store.
-
-        The second value is the span of the request to an encode instance, if it is traced.
-        """
-        item, request = pending.item, job.request
-        # Half of the time is left for an encode of this proxy.
-        entry = await self._take_or_wait(job, pending, job.left_s / 2)
-        with entry if isinstance(entry, Claim) else nullcontext() as claim:
-            if isinstance(entry, EntryInfo):
-                # Meanwhile the item may have ended the instances of other requests.
-                self._fatal.check(request.watched, [item.identity])
-                if (hit := _hit(item, entry)) is not None:
-                    return hit, None
-            encoded = await self._try_instances(job, pending)
-            if claim is not None:
-                claim.end(entry_coming=encoded.identifier is not None)
-        if self._claims is not None and encoded.namespace is not None:
-            self._claims.cache.learn_namespace(output.model, encoded.namespace)
-        if encoded.identifier is not None:
-            self._identifiers.learn_identifier(output, encoded.identifier)
-        trace = request.record.span
-        span = None if trace is None else trace.latest_child("encode", item)
-        return EncodedItem(item, encoded, "encoded"), span
-
-    async def _take_or_wait(
-        self, job: EncodeJob, pending: PendingItem, limit_s: float
-    ) -> EntryInfo | Claim | None:
-        """Return the claim of an item, or wait for the entry that others make (`Claims.wait`).
-
-        None: this request makes the entry without a claim.
-        """
-        claims, key = self._claims, pending.entry_key
-        if claims is None or key is None:
-            return None
-        if (claim := claims.take(key)) is not None:
-            return claim
-        with job.request.record.wait_span(pending.item):
-            return await claims.wait(key, limit_s)
-
     async def _look_up(self, job: EncodeJob, items: Sequence[PendingItem]) -> Sequence[EntryKey]:
         """Look up the items in the store. Return the keys of missing ones that were claimed.
 
@@ -291,15 +212,84 @@ class Encoder:
         key = pending.entry_key
         return self._claims is not None and key is not None and not self._claims.is_free(key)
 
-    def _instances(self, job: EncodeJob) -> tuple[Choice, Callable[[Instance], bool] | None]:
-        """Return the choice among the instances that encode, and the predicate of those that fit.
+    async def _encode_item(self, job: EncodeJob, pending: PendingItem) -> None:
+        """Set the output of an item by an encode, or leave it to prefill or decode.
 
-        If there are no encode instances, consumers that write to the store get encode requests for
-        items that must not be sent with their media.
+        Requests that need an output at the same time share its encode. Two kinds of output are not
+        shared: one that is pushed to a consumer, and one with a key that an engine makes.
+
+        Raises:
+            ProxyError: the encode failed, and prefill or decode may not encode the item either.
         """
-        if self._table.has(Role.ENCODE) or not self._namespaces.any_consumer_writes():
-            return self._choice, self._placement.fits(job)
-        return self._consumers, partial(self._namespaces.writes_to, namespace=job.namespace)
+        item, record = pending.item, job.request.record
+        try:
+            if pending.output_key is None or self._transfer.pushed:
+                encoded = await self._try_instances(job, pending)
+                pending.output = EncodedItem(item, encoded, "encoded")
+                return
+            flight = pending.output_key, job.sharing
+            work = partial(self._encode_once, job, pending, pending.output_key)
+            for may_repeat in (True, False):
+                joins = flight in self._flights
+                try:
+                    with record.wait_span(item) if joins else nullcontext() as waiting:
+                        output, span = await self._flights.join(flight, work)
+                        if waiting is not None and span is not None:
+                            waiting.link(span)
+                    break
+                except ProxyError:
+                    if not (joins and may_repeat):  # another request had begun the encode
+                        raise
+        except ProxyError as failure:
+            pending.output = self._fall_back(job, pending, failure)
+            return
+        if output.item is not item:  # the result of another request
+            output = EncodedItem(item, output.encoded, "hit")
+        if output.result == "hit":
+            record.add_wait()
+        pending.output = output
+
+    async def _encode_once(
+        self, job: EncodeJob, pending: PendingItem, output: OutputKey
+    ) -> "tuple[EncodedItem, Span | None]":
+        """Return an item after its encode, or after that of another proxy on the store.
+
+        The second value is the span of the request to an encode instance, if it is traced.
+        """
+        item, request = pending.item, job.request
+        # Half of the time is left for an encode of this proxy.
+        entry = await self._take_or_wait(job, pending, job.left_s / 2)
+        with entry if isinstance(entry, Claim) else nullcontext() as claim:
+            if isinstance(entry, EntryInfo):
+                # Meanwhile the item may have ended the instances of other requests.
+                self._fatal.check(request.watched, [item.identity])
+                if (hit := _hit(item, entry)) is not None:
+                    return hit, None
+            encoded = await self._try_instances(job, pending)
+            if claim is not None:
+                claim.end(entry_coming=encoded.identifier is not None)
+        if self._claims is not None and encoded.namespace is not None:
+            self._claims.cache.learn_namespace(output.model, encoded.namespace)
+        if encoded.identifier is not None:
+            self._identifiers.learn_identifier(output, encoded.identifier)
+        trace = request.record.span
+        span = None if trace is None else trace.latest_child("encode", item)
+        return EncodedItem(item, encoded, "encoded"), span
+
+    async def _take_or_wait(
+        self, job: EncodeJob, pending: PendingItem, limit_s: float
+    ) -> EntryInfo | Claim | None:
+        """Return the claim of an item, or wait for the entry that others make (`Claims.wait`).
+
+        None: this request makes the entry without a claim.
+        """
+        claims, key = self._claims, pending.entry_key
+        if claims is None or key is None:
+            return None
+        if (claim := claims.take(key)) is not None:
+            return claim
+        with job.request.record.wait_span(pending.item):
+            return await claims.wait(key, limit_s)
 
     async def _try_instances(self, job: EncodeJob, pending: PendingItem) -> OutputFacts:
         """Return the output of an item from an encode instance, or from the next after a failure.
@@ -357,6 +347,34 @@ class Encoder:
                     job.retries -= 1
                     await tries.next_try(error, delay_s, 0.0 if falls_back else job.left_s)
 
+    def _instances(self, job: EncodeJob) -> tuple[Choice, Callable[[Instance], bool] | None]:
+        """Return the choice among the instances that encode, and the predicate of those that fit.
+
+        If there are no encode instances, consumers that write to the store get encode requests for
+        items that must not be sent with their media.
+        """
+        if self._table.has(Role.ENCODE) or not self._namespaces.any_consumer_writes():
+            return self._choice, self._placement.fits(job)
+        return self._consumers, partial(self._namespaces.writes_to, namespace=job.namespace)
+
+    def _timeout_s(self, job: EncodeJob, item: MMItem, tried: Sequence[Instance]) -> float:
+        """Return the time limit of a request: half of what is left while another one may follow.
+
+        An instance that has to fetch media may need all of it.
+        """
+        choice, fits = self._instances(job)
+        may_follow = (
+            not item.is_remote
+            and len(tried) < MAX_ENCODES
+            and job.retries
+            and job.request.watched.pins is None
+            and any(
+                candidate.instance not in tried and (fits is None or fits(candidate.instance))
+                for candidate in self._table.usable_candidates(*choice.roles)
+            )
+        )
+        return job.left_s / 2 if may_follow else job.left_s
+
     async def _send(
         self, job: EncodeJob, pending: PendingItem, instance: Instance, timeout_s: float
     ) -> OutputFacts:
@@ -390,24 +408,6 @@ class Encoder:
         # The consumer cannot find an output that is written to another namespace.
         findable = job.namespace is None or output.namespace in {None, job.namespace}
         return output if findable else OutputFacts()
-
-    def _timeout_s(self, job: EncodeJob, item: MMItem, tried: Sequence[Instance]) -> float:
-        """Return the time limit of a request: half of what is left while another one may follow.
-
-        An instance that has to fetch media may need all of it.
-        """
-        choice, fits = self._instances(job)
-        may_follow = (
-            not item.is_remote
-            and len(tried) < MAX_ENCODES
-            and job.retries
-            and job.request.watched.pins is None
-            and any(
-                candidate.instance not in tried and (fits is None or fits(candidate.instance))
-                for candidate in self._table.usable_candidates(*choice.roles)
-            )
-        )
-        return job.left_s / 2 if may_follow else job.left_s
 
     def _fall_back(self, job: EncodeJob, pending: PendingItem, failure: ProxyError) -> EncodedItem:
         """Return an item that prefill or decode encodes after a failure.
