@@ -16,6 +16,7 @@ a second encode. The life of a missing entry:
 import asyncio
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -23,6 +24,7 @@ from typing import Literal, NamedTuple, Self
 
 from ec_store.bounded import BoundedDict
 from ec_store.entry import EntryInfo
+from ec_store.errors import StoreError
 from ec_store.keys import EntryKey
 from ec_store.opening import ProxyStore
 from epd.aio import Flights
@@ -156,18 +158,24 @@ class Claims:
     ) -> list[EntryInfo | bool]:
         """Claim entries that are not stored. If the request ends before, they are released."""
         claiming = asyncio.ensure_future(store.claim_or_find(keys, self._owner, self._claim_s))
-
-        def release_claims(_: object) -> None:
-            if not claiming.cancelled() and claiming.exception() is None:
-                answers = zip(keys, claiming.result(), strict=True)
-                claimed_keys = [key for key, answer in answers if answer is True]
-                self._release([key for key in claimed_keys if key not in self._claims])
-
         try:
             return await asyncio.shield(claiming)
         except asyncio.CancelledError:
-            claiming.add_done_callback(release_claims)
+            self.cache.run_later(self._release_unused(keys, claiming, store))
             raise
+
+    async def _release_unused(
+        self,
+        keys: Sequence[EntryKey],
+        claiming: asyncio.Future[list[EntryInfo | bool]],
+        store: ProxyStore,
+    ) -> None:
+        # Not by `call`, which skips the store after such failures.
+        with suppress(StoreError, ValueError):
+            answers = zip(keys, await claiming, strict=True)
+            claimed_keys = [key for key, answer in answers if answer is True]
+            if unused := [key for key in claimed_keys if key not in self._claims]:
+                await store.release(unused, self._owner)
 
     def is_free(self, key: EntryKey) -> bool:
         """Return whether this proxy has the claim of an entry, and no maker has taken it."""

@@ -3,7 +3,7 @@
 import asyncio
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeVar
@@ -12,6 +12,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from ec_store import Entry, EntryInfo, EntryKey, Store, open_store
+from ec_store.arena.aio_store import AsyncArenaStore
 from ec_store.arena.protocol import AnyRequest, ClaimKeys, Find, Release, Reply
 from ec_store.arena.server import ArenaServer, Session
 from epd.encoder_cache.claims import Claims
@@ -161,6 +162,13 @@ async def test_a_claim_without_a_waiter_is_released(
     async def miss(*_: object, **__: object) -> dict[EntryKey, EntryInfo]:
         return {}  # the lookup was answered before the server hung
 
+    released, release = list[Sequence[EntryKey]](), AsyncArenaStore.release
+
+    async def noted(store: AsyncArenaStore, keys: Sequence[EntryKey], owner: str) -> None:
+        await release(store, keys, owner)
+        released.append(keys)
+
+    monkeypatch.setattr(AsyncArenaStore, "release", noted)
     with Serve(path) as child, open_store(f"shm://{path}?timeout=20s") as store:
         await until(lambda: registered(store))
         async with opened_cache(f"shm://{path}?timeout=20s", cache_settings(60)) as cache:
@@ -176,7 +184,7 @@ async def test_a_claim_without_a_waiter_is_released(
                 looking.cancel()
                 await asyncio.wait([looking])
             child.signal(signal.SIGCONT)
-            await until(lambda: cache.operations["release", "ok"])
+            await until(lambda: released == [KEYS])
 
             await until(lambda: all(store.claim(KEYS, "another", 60)))
             assert store.claim(other, "another", 60) == [False]
