@@ -28,10 +28,10 @@ from typing import Any
 import requests
 from PIL import Image
 
+from epd.tools.bench.answer import Answer, differences, read_answer, read_events
 from epd.tools.bench.dataset import rng
 from epd.tools.bench.runs import machine
 from epd.version import __version__
-from scripts.matrix.answer import Answer, differences, read_answer, read_events
 from scripts.ports import free_ports
 
 HTTP = requests.Session()

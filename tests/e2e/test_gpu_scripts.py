@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from epd.tools.bench.answer import Answer
 from scripts.gpu import measure, model
-from scripts.matrix.answer import Answer
 from tests.e2e.stacks import VISION
 
 

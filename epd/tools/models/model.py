@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedConfig, PreTrainedModel, ProcessorMixin
 
-from scripts.tiny.vocabulary import END, START, Vocabulary
-from scripts.tiny.weights import GAINS, redraw, renamed
+from epd.tools.models.vocabulary import END, START, Vocabulary
+from epd.tools.models.weights import GAINS, redraw, renamed
 
 HIDDEN = 256
 """Width of every text model, and so of every encoder output."""

@@ -62,6 +62,7 @@ def differences(expected: Answer, got: Answer, tolerance: float) -> Iterator[str
 
 
 def read_events(content: bytes) -> Iterable[Any]:
+    """Yield the events of a stream, each in one line, without its end."""
     for line in content.splitlines():
         data = line.removeprefix(b"data: ")
         if data not in (line, b"[DONE]"):

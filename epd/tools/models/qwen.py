@@ -1,6 +1,6 @@
 """Parts that the tiny Qwen2 models share."""
 
-from scripts.tiny.vocabulary import Vocabulary
+from epd.tools.models.vocabulary import Vocabulary
 
 VOCABULARY = Vocabulary(
     special=(

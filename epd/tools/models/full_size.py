@@ -1,19 +1,9 @@
-"""Write Qwen2.5-VL-7B at full size with seeded random weights and a tokenizer of bytes.
+"""Qwen2.5-VL-7B at full size, with a tokenizer of bytes."""
 
-    python -m scripts.gpu.model FOLDER
-
-The weights take 16.6 GB. They are drawn on a GPU if PyTorch finds one.
-"""
-
-import sys
-from pathlib import Path
-
-import torch
-
-from scripts.tiny.families.qwen import ROPE
-from scripts.tiny.families.qwen_vl import qwen2_5_vl
-from scripts.tiny.model import TinyModel
-from scripts.tiny.weights import GAINS
+from epd.tools.models.model import TinyModel
+from epd.tools.models.qwen import ROPE
+from epd.tools.models.qwen_vl import qwen2_5_vl
+from epd.tools.models.weights import GAINS
 
 WIDTH = {"vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944}
 DEPTH = {"num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4}
@@ -26,14 +16,7 @@ DEEP_GAINS = {**GAINS, "o_proj": 2.0}
 
 
 def build() -> TinyModel:
-    """Build the model on PyTorch's current device, without its final weights."""
+    """Return the model on PyTorch's current device, without its final weights."""
     text = {**WIDTH, **DEPTH, **POSITIONS, "max_position_embeddings": 32768}
     vision = {**TOWER, **WINDOWS, "out_hidden_size": WIDTH["hidden_size"]}
     return qwen2_5_vl(text, vision, PIXELS, DEEP_GAINS)
-
-
-if __name__ == "__main__":
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = build()
-    model.write(Path(sys.argv[1]))

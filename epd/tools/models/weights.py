@@ -6,7 +6,7 @@ from types import MappingProxyType
 import torch
 from transformers import PreTrainedModel
 
-from scripts.tiny.vocabulary import LETTERS
+from epd.tools.models.vocabulary import LETTERS
 
 SEED = 15
 GAINS = {"q_proj": 2.0, "k_proj": 2.0, "o_proj": 4.0, "lm_head": 8.0}
@@ -57,6 +57,7 @@ def redraw(model: PreTrainedModel, first_byte: int = 0, gains: Mapping[str, floa
 def renamed(
     weights: Mapping[str, torch.Tensor], prefixes: Mapping[str, str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the weights under the names that vLLM expects."""
     for name, weight in weights.items():
         old = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
         yield prefixes.get(old, "") + name.removeprefix(old), weight.contiguous()

@@ -24,9 +24,9 @@ from transformers import (
     Qwen3VLVideoProcessor,
 )
 
-from scripts.tiny.families.qwen import ROPE, VOCABULARY
-from scripts.tiny.model import HIDDEN, TinyModel, text_config
-from scripts.tiny.weights import GAINS
+from epd.tools.models.model import HIDDEN, TinyModel, text_config
+from epd.tools.models.qwen import ROPE, VOCABULARY
+from epd.tools.models.weights import GAINS
 
 VISION = {"depth": 2, "num_heads": 4}
 SIZED = {**VISION, "hidden_size": 64, "intermediate_size": 128, "out_hidden_size": HIDDEN}
@@ -38,7 +38,7 @@ PATCH = 16
 """Side of a patch since Qwen3-VL, in pixels."""
 
 
-def tokens() -> dict[str, Any]:
+def _tokens() -> dict[str, Any]:
     return {
         "image_token_id": VOCABULARY.id("<|image_pad|>"),
         "video_token_id": VOCABULARY.id("<|video_pad|>"),
@@ -50,11 +50,12 @@ def tokens() -> dict[str, Any]:
 
 
 def qwen2_vl() -> TinyModel:
+    """Return a tiny Qwen2-VL."""
     config = Qwen2VLConfig(
         architectures=["Qwen2VLForConditionalGeneration"],
         text_config=text_config(VOCABULARY, rope_parameters=ROPE),
         vision_config={**VISION, "embed_dim": 64, "hidden_size": HIDDEN},
-        **tokens(),
+        **_tokens(),
     )
     processor = Qwen2VLProcessor(
         image_processor=Qwen2VLImageProcessor(size=PIXELS),
@@ -75,7 +76,7 @@ def qwen2_5_vl(
         architectures=["Qwen2_5_VLForConditionalGeneration"],
         text_config=text_config(VOCABULARY, **text),
         vision_config=dict(vision),
-        **tokens(),
+        **_tokens(),
     )
     processor = Qwen2_5_VLProcessor(
         image_processor=Qwen2VLImageProcessor(size=dict(pixels)),
@@ -86,11 +87,12 @@ def qwen2_5_vl(
 
 
 def qwen3_vl() -> TinyModel:
+    """Return a tiny Qwen3-VL."""
     config = Qwen3VLConfig(
         architectures=["Qwen3VLForConditionalGeneration"],
         text_config=text_config(VOCABULARY, head_dim=64, rope_parameters=INTERLEAVED),
         vision_config={**SIZED, "num_position_embeddings": 256, "deepstack_visual_indexes": [0]},
-        **tokens(),
+        **_tokens(),
     )
     return TinyModel(Qwen3VLForConditionalGeneration(config), qwen3_processor())
 
@@ -110,7 +112,7 @@ def qwen3_5() -> TinyModel:
             linear_num_value_heads=4,
         ),
         vision_config={**SIZED, "num_position_embeddings": 256},
-        **tokens(),
+        **_tokens(),
     )
     return TinyModel(Qwen3_5ForConditionalGeneration(config), qwen3_processor())
 
