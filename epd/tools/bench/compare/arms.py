@@ -26,7 +26,7 @@ _ENGINE = re.compile(r"^starting prefill-decode-\S+: (\S+),", re.MULTILINE)
 
 
 class _Up(Process):
-    """`epd up`, whose output says when it is ready."""
+    """Process of `epd up`, which is ready when its output says so."""
 
     def is_ready(self) -> bool:
         return self.url_in(_READY) is not None
@@ -73,6 +73,6 @@ def has_store(arm: str) -> bool:
 def gpus_of(arm: str, gpus: str) -> Sequence[str]:
     """Return the flag with the devices of the stages that an arm has: `e=0,pd=1`."""
     roles = Topology.parse(ARMS[arm]).roles
-    stages = {role: letters for role, letters in LETTERS.items() if role in roles}
-    named = [entry for entry in gpus.split(",") if entry.partition("=")[0] in stages.values()]
+    stages = [letters for letters, role in LETTERS.items() if role in roles]
+    named = [entry for entry in gpus.split(",") if entry.partition("=")[0] in stages]
     return ["--gpus", ",".join(named)] if named else []

@@ -22,6 +22,7 @@ class Figures:
         ttft_ms: median time to the first token, by kind of request.
         ttft_p99_ms: of all requests.
         items: media items by where their encoder outputs came from; empty: not known.
+        distinct: number of different answers.
         compared: number of answers that were compared with those of the first arm.
         equal: number of those with equal tokens, and log-probabilities within the tolerance.
         farthest: largest difference of log-probabilities of answers with equal tokens.
@@ -39,6 +40,7 @@ class Figures:
     ttft_p50_ms: float
     ttft_p99_ms: float
     items: Mapping[str, int]
+    distinct: int
     compared: int
     equal: int
     farthest: float
@@ -61,9 +63,9 @@ def figures_of(
     ttft = sorted(time for times in by_kind.values() for time in times)
     done = [answer for answer in answers if answer.tokens]
     pairs = [
-        (one, other)
-        for one, other in zip(expected or (), answers, strict=expected is not None)
-        if one.tokens and other.tokens
+        (first, answer)
+        for first, answer in zip(expected or (), answers, strict=expected is not None)
+        if first.tokens and answer.tokens
     ]
     found = [[*differences(*pair, tolerance)] for pair in pairs]
     errors = dict.fromkeys(f"{each.status}: {each.error}" for each in answers if each.error)
@@ -79,6 +81,7 @@ def figures_of(
         ttft_p50_ms=_percentile(ttft, 50),
         ttft_p99_ms=_percentile(ttft, 99),
         items=_items(answers),
+        distinct=len({tuple(answer.tokens) for answer in done}),
         compared=len(pairs),
         equal=found.count([]),
         farthest=max((_farthest(*pair) for pair in pairs), default=0.0),
@@ -95,10 +98,10 @@ def _items(answers: Sequence[Answer]) -> Mapping[str, int]:
     return counts
 
 
-def _farthest(one: Answer, other: Answer) -> float:
-    if one.tokens != other.tokens:
+def _farthest(expected: Answer, got: Answer) -> float:
+    if expected.tokens != got.tokens:
         return 0.0
-    pairs = zip(one.logprobs, other.logprobs, strict=True)
+    pairs = zip(expected.logprobs, got.logprobs, strict=True)
     return max((abs(a - b) for a, b in pairs), default=0.0)
 
 

@@ -84,7 +84,7 @@ def _report(results: Results) -> Iterator[str]:
         yield f"- {sentence}"
     for name, arm in results.arms.items():
         if arm.error:
-            yield f"- `{name}`: {arm.error.splitlines()[0]}"
+            yield f"- `{name}`: {arm.error.splitlines()[-1]}"
     yield ""
     yield from _conditions(results)
     workloads = dict.fromkeys(name for arm in results.arms.values() for name in arm.workloads)
@@ -158,13 +158,10 @@ def _answers(results: Results) -> Iterator[str]:
         "run, which changes results in 16-bit types."
     )
     yield ""
-    yield "| arm | workload | equal | compared | farthest log-probability | notes |"
-    yield "| --- | --- | --- | --- | --- | --- |"
+    yield "| arm | workload | distinct | equal | compared | farthest log-probability | notes |"
+    yield "| --- | --- | --- | --- | --- | --- | --- |"
     for name, arm in results.arms.items():
         for workload, each in arm.workloads.items():
             notes = "; ".join(dict.fromkeys(each.notes)).replace("|", "\\|").replace("\n", " ")
-            if each.compared or notes:
-                yield (
-                    f"| {name} | {workload} | {each.equal} | {each.compared} | "
-                    f"{each.farthest:.4f} | {notes} |"
-                )
+            counts = f"{each.distinct} | {each.equal} | {each.compared}"
+            yield f"| {name} | {workload} | {counts} | {each.farthest:.4f} | {notes} |"

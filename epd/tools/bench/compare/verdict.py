@@ -92,7 +92,7 @@ def _failed(arm: Mapping[str, Figures]) -> int:
 
 
 def _answers(measured: Measured) -> Iterator[str]:
-    """Yield a sentence for each arm whose answers differ from those of plain vLLM."""
+    """Yield a sentence for each arm with answers that differ from those of plain vLLM."""
     for arm, workloads in measured.items():
         for alone in (True, False):
             these = [each for each in workloads.values() if (each.at_once == 1) == alone]

@@ -129,7 +129,7 @@ def single(scale: Scale) -> Iterable[Workload]:
         for turn in ("new", "again"):
             for n in range(scale.repeats if count == 1 else scale.repeats - 2):
                 pictures = [_picture(f"{shape} {n} {at}", size) for at in range(count)]
-                parts = [*_text(f"{turn} {n}:"), *pictures]
+                parts = [*_text(f"{turn} {n}, {shape}:"), *pictures]
                 asked.append(_question(f"{shape}, {turn}", parts, 16))
     yield Workload("one at a time", 1, [asked])
 
@@ -156,7 +156,7 @@ def pool(scale: Scale) -> Iterable[Workload]:
 
 
 def window(scale: Scale) -> Iterable[Workload]:
-    """Conversations whose turns have five pictures of 2400x1080, four of them of the turn before.
+    """Converse with five pictures of 2400x1080 in a turn, four of them of the turn before.
 
     Dynamo's published comparison on one H100 (its docs/benchmarks/qwen3-6-35b-feature-stack.mdx):
     30 users at once, 8 turns, 8,000 text tokens, 1,024 tokens of answer. That is scale `full`; a
