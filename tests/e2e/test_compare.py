@@ -5,8 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
+from epd.__main__ import main
 from epd.tools.models import full_size
 from scripts.ports import free_ports
 from tests.e2e.stacks import VISION
@@ -34,6 +36,21 @@ def test_fleets_are_compared_with_plain_vllm(models: Path, tmp_path: Path) -> No
     assert epd["one at a time"]["items"] == {"hit": 16, "encoded": 16, "local": 0}
     assert epd["pool, second pass"]["items"]["hit"] == 12
     assert epd["unique"]["items"]["encoded"] == 8
+
+
+def test_up_writes_a_tiny_model_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    weights = tmp_path / "epd" / "models" / "tiny" / "model.safetensors"
+    words = ["up", "--generate", "tiny", "--device", "cpu", "--dry-run"]
+    main(words)
+    written = weights.stat().st_mtime_ns
+    main(words)
+
+    assert weights.stat().st_mtime_ns == written
+    assert f"serve {weights.parent} " in capfd.readouterr().out.replace("\\\n", "")
+    assert [path.name for path in weights.parent.parent.iterdir()] == ["tiny"]
 
 
 def test_the_model_has_the_size_of_the_published_one() -> None:
