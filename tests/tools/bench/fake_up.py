@@ -1,4 +1,4 @@
-"""Fake `epd up`: one server that answers as an engine does.
+"""Fake `epd up`, or example proxy: one server that answers as an engine does.
 
 An answer depends on the request. The variable FAKE_UP has its behaviour, by topology: `slow`, which
 takes 0.1 s longer, `strange`, which answers something else, `failing`, `endless`, which answers
@@ -18,6 +18,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     behaviour, has_store = "", False
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
@@ -52,15 +57,17 @@ class Handler(BaseHTTPRequestHandler):
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--topology")
+    parser.add_argument("--port", type=int, default=0)
     args, _ = parser.parse_known_args()
     behaviour = json.loads(os.environ.get("FAKE_UP", "{}")).get(args.topology, "")
     print("argv", json.dumps(sys.argv[1:]))
     if behaviour == "broken":
         sys.exit("it does not start")
     Handler.behaviour, Handler.has_store = behaviour, args.topology != "1pd"
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", args.port), Handler)
     url = f"http://127.0.0.1:{server.server_port}"
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    print(f"starting encode-8200: {url}/e, log in x")
     print(f"starting prefill-decode-8400: {url}, log in x\n\nready: {url}", flush=True)
     server.serve_forever()
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -25,6 +26,7 @@ from epd.tools.bench.compare.workloads import (
     window,
 )
 
+PREFILL = ["--prefill-servers-urls", "disable"]
 SMALL = SCALES["small"]
 MEAN = "geometric mean over the workloads of requests/s and TTFT"
 
@@ -195,6 +197,24 @@ def test_flags_reach_each_epd_up_unchanged(tmp_path: Path) -> None:
         assert json.loads(first.removeprefix("argv "))[-5:] == ["--gpus", devices, *up]
 
 
+def test_example_proxy_is_measured_with_its_own_connector(tmp_path: Path) -> None:
+    fake = Path(__file__).with_name("fake_up.py")
+    flags = ["--arms", "plain", "example", "--example", str(fake), "--workloads", "text"]
+    up = ["--", "--encode-flags=--seed 3", "--gpu-memory-utilization-pd", "0.6"]
+    results = compare(tmp_path, *flags, *up, behaviour={})
+    assert results["arms"]["example"]["workloads"]["text"]["equal"] == 8
+
+    started, proxy = (
+        json.loads(log.read_text().splitlines()[0].removeprefix("argv "))
+        for log in (tmp_path / "logs" / "example.log", tmp_path / "logs" / "example-proxy.log")
+    )
+    [encode, decode] = (shlex.split(word.partition("=")[2]) for word in started[-2:])
+    assert encode[:3] == ["--seed", "3", "--ec-transfer-config"]
+    configs = [json.loads(words[-1]) for words in (encode, decode)]
+    assert [config["ec_role"] for config in configs] == ["ec_producer", "ec_consumer"]
+    assert proxy[2:6] == ["--encode-servers-urls", f"{proxy[-1]}/e", *PREFILL]
+
+
 def test_arms_that_fail_are_reported_and_the_others_measured(tmp_path: Path) -> None:
     flags = ["--workloads", "text", "--arms", "plain", "cache", "epd", "e+p+d"]
     behaviour = {"1epd": "broken", "1e1pd": "failing"}
@@ -228,5 +248,7 @@ def test_a_time_limit_ends_a_run(tmp_path: Path) -> None:
 def test_a_model_is_required() -> None:
     with pytest.raises(SystemExit, match="--model or --generate is required"):
         main(["bench", "compare"])
+    with pytest.raises(SystemExit, match="--arms example needs --example FILE"):
+        main(["bench", "compare", "--model", "m", "--arms", "example"])
     with pytest.raises(SystemExit, match="--gpus 'x=1' is not of the form"):
         main(["bench", "compare", "--model", "m", "--gpus", "x=1"])

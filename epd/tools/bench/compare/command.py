@@ -13,7 +13,7 @@ from typing import Any
 
 from epd.parser import Commands
 from epd.tools.bench.answer import TOLERANCES, Answer
-from epd.tools.bench.compare.arms import ARMS, gpus_of, has_store, running
+from epd.tools.bench.compare.arms import ARMS, EXAMPLE, gpus_of, has_store, running
 from epd.tools.bench.compare.figures import figures_of
 from epd.tools.bench.compare.load import run_workload, warm_up
 from epd.tools.bench.compare.report import ArmResult, Results, facts
@@ -61,8 +61,9 @@ def _add_flags(add: Callable[..., Any]) -> None:
         nargs="+",
         choices=ARMS,
         default=[PLAIN, "cache", "epd"],
-        help="plain: vLLM alone; cache: one engine with the store; epd: E+PD; e+p+d (default: "
-        "plain cache epd). Answers are compared with those of the first",
+        help="plain: vLLM alone; cache: one engine with the store; epd: E+PD; e+p+d; example: E+PD "
+        "with vLLM's example proxy and connector (default: plain cache epd). Answers are compared "
+        "with those of the first",
     )
     add(
         "--workloads",
@@ -73,6 +74,12 @@ def _add_flags(add: Callable[..., Any]) -> None:
     )
     add("--scale", choices=SCALES, default="medium", help="size of the workloads (default: medium)")
     add("--gpus", metavar="DEVICES", help="as of `epd up`; each arm takes those of its stages")
+    add(
+        "--example",
+        type=Path,
+        metavar="FILE",
+        help="disagg_epd_proxy.py of vLLM's source, for the arm example",
+    )
     add(
         "--out",
         type=Path,
@@ -105,6 +112,7 @@ def _run(  # noqa: PLR0913 - the command's flags
     workloads: Sequence[str],
     scale: str,
     gpus: str | None,
+    example: Path | None,
     out: Path,
     time_limit: float,
     tolerance: float,
@@ -117,6 +125,8 @@ def _run(  # noqa: PLR0913 - the command's flags
             parse_gpus(gpus)
         except ValueError as error:
             sys.exit(f"epd bench compare: --gpus {error}")
+    if EXAMPLE in arms and (example is None or not example.is_file()):
+        sys.exit("epd bench compare: --arms example needs --example FILE")
     leave_contexts_on_signals()
     # The alarm is an interrupt: every context then stops its servers.
     signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
@@ -141,6 +151,7 @@ def _run(  # noqa: PLR0913 - the command's flags
             str(folder) if generate else model or "",
             SCALES[scale],
             workloads,
+            example,
             out,
         )
     except (OSError, subprocess.CalledProcessError) as error:
@@ -160,6 +171,7 @@ def _compare(  # noqa: PLR0913, PLR0917 - all that a comparison consists of
     model: str,
     scale: Scale,
     names: Sequence[str],
+    example: Path | None,
     out: Path,
 ) -> None:
     """Measure one arm after the other; one that does not start is left out."""
@@ -170,7 +182,7 @@ def _compare(  # noqa: PLR0913, PLR0917 - all that a comparison consists of
         result = results.arms[name] = ArmResult(flags)
         started_s = time.monotonic()
         try:
-            with running(name, model, flags, out / "logs", _say) as url:
+            with running(name, model, flags, out / "logs", example, _say) as url:
                 result.ready_s = time.monotonic() - started_s
                 warned = asyncio.run(warm_up(url, warm_ups(scale), has_store=has_store(name)))
                 if warned:
