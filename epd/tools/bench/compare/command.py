@@ -16,6 +16,7 @@ from epd.tools.bench.answer import TOLERANCES, Answer
 from epd.tools.bench.compare.arms import ARMS, EXAMPLE, gpus_of, has_store, running
 from epd.tools.bench.compare.figures import figures_of
 from epd.tools.bench.compare.load import run_workload, warm_up
+from epd.tools.bench.compare.processors import CpuTime
 from epd.tools.bench.compare.report import ArmResult, Results, facts
 from epd.tools.bench.compare.verdict import PLAIN
 from epd.tools.bench.compare.workloads import SCALES, WORKLOADS, Scale, Workload, warm_ups
@@ -206,13 +207,16 @@ def _measure(  # noqa: PLR0913, PLR0917 - all that a measurement depends on
     """Measure the workloads of an arm; the first arm's answers become the expected ones."""
     is_first = arm == next(iter(results.arms))
     for workload in workloads:
+        before = CpuTime.now()
         answers, took_s = asyncio.run(run_workload(url, workload))
+        others = CpuTime.now().others_share(before, took_s)
         if is_first:
             expected[workload.name] = answers
         figures = figures_of(
             workload,
             answers,
             took_s,
+            others,
             None if is_first else expected.get(workload.name),
             results.tolerance,
         )

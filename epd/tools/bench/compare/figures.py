@@ -26,6 +26,7 @@ class Figures:
         compared: number of answers that were compared with those of the first arm.
         equal: number of those with equal tokens, and log-probabilities within the tolerance.
         farthest: largest difference of log-probabilities of answers with equal tokens.
+        others: share of the machine's cores that other programs used.
         notes: first differences and errors.
     """
 
@@ -44,13 +45,15 @@ class Figures:
     compared: int
     equal: int
     farthest: float
+    others: float
     notes: Sequence[str]
 
 
-def figures_of(
+def figures_of(  # noqa: PLR0913, PLR0917 - all that figures depend on
     workload: Workload,
     answers: Sequence[Answer],
     seconds: float,
+    others: float,
     expected: Sequence[Answer] | None,
     tolerance: float,
 ) -> Figures:
@@ -84,6 +87,7 @@ def figures_of(
         distinct=len({tuple(answer.tokens) for answer in done}),
         compared=len(pairs),
         equal=found.count([]),
+        others=others,
         farthest=max((_farthest(*pair) for pair in pairs), default=0.0),
         notes=[*errors, *(text for texts in found for text in texts)][:SHOWN],
     )

@@ -9,6 +9,9 @@ PLAIN = "plain"
 MARGIN = 1.05
 """Smallest gain that counts: repeated runs differ by some percent."""
 
+OTHERS = 0.1
+"""Share of the cores that other programs may use: above, the figures say nothing."""
+
 Measured = Mapping[str, Mapping[str, Figures]]
 """Figures by arm and workload."""
 
@@ -25,6 +28,7 @@ def verdict(measured: Measured) -> Iterator[str]:
         for arm, of_arm in measured.items()
         if arm != PLAIN and not failed[arm] and (ratios := _gains(of_arm, plain))
     }
+    yield from _disturbed(measured)
     for arm, count in failed.items():
         if count:
             yield f"`{arm}` cannot be recommended: {count} of its requests failed."
@@ -41,6 +45,22 @@ def verdict(measured: Measured) -> Iterator[str]:
             listed = "; ".join(_compared(measured[arm][name], plain[name], name) for name in losses)
             yield f"`{arm}` loses in: {listed}."
     yield from _answers(measured)
+
+
+def _disturbed(measured: Measured) -> Iterator[str]:
+    """Yield a sentence if other programs used the machine while an arm was measured."""
+    shares = {}
+    for arm, workloads in measured.items():
+        seconds = sum(each.seconds for each in workloads.values())
+        if seconds:
+            used_s = sum(each.others * each.seconds for each in workloads.values())
+            shares[arm] = used_s / seconds
+    if any(share > OTHERS for share in shares.values()):
+        listed = ", ".join(f"{share:.0%} (`{arm}`)" for arm, share in shares.items())
+        yield (
+            f"Do not trust these figures: other programs used {listed} of the machine's cores. "
+            "Measure again on an idle machine."
+        )
 
 
 def _advice(best: str, gain: float) -> str:
