@@ -93,7 +93,7 @@ def _add_flags(add: Callable[..., Any]) -> None:
         type=float,
         default=0.0,
         metavar="SECONDS",
-        help="stop after this time, and keep what was measured",
+        help="stop all servers after this time, and keep what was measured",
     )
     add(
         "--tolerance",
