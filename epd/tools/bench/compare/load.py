@@ -80,5 +80,5 @@ async def _ask(session: aiohttp.ClientSession, url: str, question: Question) -> 
                 if not first_s and b'"logprob":' in line:
                     first_s = time.perf_counter() - started_s
             return read_answer(events, reply.headers.get("x-epd-items", ""), first_s)
-    except (aiohttp.ClientError, TimeoutError) as error:
+    except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError) as error:
         return Answer(0, error=f"{type(error).__name__}: {error}")
