@@ -1,4 +1,4 @@
-"""Check of the ledger after every test."""
+"""Store on disk, and a check of its ledger after every test."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +8,14 @@ import pytest
 from ec_store.disk import ledger
 from ec_store.disk.eviction_policy import taken_bytes
 from ec_store.disk.files import Folder
-from tests.ec_store.disk.on_disk import files
+from ec_store.disk.store import SharedDiskStore
+from tests.ec_store.disk.on_disk import files, opened
+
+
+@pytest.fixture
+def store(root: Path) -> Iterator[SharedDiskStore]:
+    with opened(root) as store:
+        yield store
 
 
 @pytest.fixture(autouse=True)

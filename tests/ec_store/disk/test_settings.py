@@ -3,6 +3,8 @@
 import json
 import logging
 import os
+import re
+import stat
 import time
 from pathlib import Path
 
@@ -19,8 +21,8 @@ from ec_store.disk.config import (
     SettingsInvalid,
     StoreSettings,
 )
-from ec_store.disk.store import SharedDiskStore
-from tests.ec_store.contract import assert_same, key, sized
+from tests.ec_store.contract import assert_same, entry, key, sized
+from tests.ec_store.disk.on_disk import opened
 from tests.small_disk import small_disk
 
 DAY_S = 86400.0
@@ -49,10 +51,6 @@ def foreign(root: Path) -> Path:
     opened(root).close()
     os.chown(root, STRANGER, STRANGER)
     return root
-
-
-def opened(root: Path, query: str = "", *, create: bool = True) -> SharedDiskStore:
-    return SharedDiskStore.from_url(f"{root.as_uri()}?{query}", create=create)
 
 
 def held(root: Path) -> StoreSettings:
@@ -349,3 +347,43 @@ def test_a_new_lazy_store_has_no_namespaces(root: Path) -> None:
         with pytest.raises(StoreUnavailable):
             store.namespaces()
         assert not root.with_name("store-other").exists()
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("file:relative", "'relative' is not an absolute path"),
+        ("file://", "'' is not an absolute path"),
+        ("file://host/store", "'file://host/store' is not file:///path"),
+        ("file:///store?ttl=0", "ttl must be greater than 0"),
+        ("file:///store?max_bytes=0", "max_bytes and ttl must be greater than 0"),
+        ("file:///store?max_entry_bytes=0", "max_entry_bytes must be greater than 0"),
+        ("file:///store?max_share=0", "max_share must be greater than 0 and at most 1"),
+        ("file:///store?max_share=1.1", "max_share must be greater than 0 and at most 1"),
+        ("file:///store?max_share=half", "parameter 'max_share': could not convert"),
+        ("file:///store?dir_mode=999", "parameter 'dir_mode': invalid literal"),
+        ("file:///store?dir_mode=17777", "'17777' is not a mode such as 0750"),
+        ("file:///store?nonsense=1", "unknown parameter 'nonsense'; known: dir_mode, max_bytes"),
+        ("file:///store%00", "is not an absolute path"),
+    ],
+)
+def test_a_wrong_url_is_refused(url: str, says: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)):
+        open_store(url)
+
+
+@pytest.mark.security("S14")
+def test_modes_do_not_depend_on_the_umask(root: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        with opened(root, "dir_mode=2770") as store:
+            store.put(key(), entry())
+            store.lease([key()], 5)
+            store.register_namespace("m", "n")
+    finally:
+        os.umask(before)
+    modes = {
+        (path.is_dir(), stat.S_IMODE(path.stat().st_mode)) for path in [root, *root.rglob("*")]
+    }
+
+    assert modes == {(True, 0o2770), (False, 0o660)}

@@ -1,8 +1,6 @@
 """Eviction of a shared directory: its cost, the entries it keeps, and concurrent evictors."""
 
 import errno
-import mmap
-import multiprocessing
 import os
 import secrets
 import signal
@@ -16,12 +14,10 @@ from typing import Any
 
 import pytest
 
-from ec_store import Entry, EntryTooLarge, StoreUnavailable
+from ec_store import Entry, StoreUnavailable
 from ec_store.disk import eviction_policy, housekeeping, ledger
 from ec_store.disk.entry_files import EntryFiles
 from ec_store.disk.eviction_policy import EvictionCandidate, taken_bytes
-from ec_store.disk.files import Folder
-from ec_store.disk.leases import LONGEST_S, leased_digests, sweep_leases
 from ec_store.disk.store import SharedDiskStore
 from tests.ec_store.contract import key, sized
 from tests.ec_store.disk.on_disk import (
@@ -34,9 +30,7 @@ from tests.ec_store.disk.on_disk import (
     path_of,
 )
 from tests.ec_store.disk.test_ledger import charge, release, stopped
-from tests.small_disk import small_disk
 
-FORK = multiprocessing.get_context("fork")
 BLOCK = 4096
 
 
@@ -50,9 +44,6 @@ def fill(root: Path, number: int, size: int = 100) -> None:
         used_s = time.time() - 10_000 * secrets.randbelow(1000) / 1000
         os.utime(folder / digest, (used_s, used_s))
     charge(folder_of(root), number * taken_bytes(size), number)
-
-
-# Cost
 
 
 @pytest.fixture(scope="module", params=[3_000, 30_000])
@@ -140,9 +131,6 @@ def test_sweep_removes_expired_entries_and_corrects_the_ledger(root: Path) -> No
         assert store.stats().entries == 20
 
 
-# Duration
-
-
 def test_put_observes_the_time_of_each_of_its_evictions(root: Path) -> None:
     with opened(root, "max_bytes=64KiB") as store:
         for n in range(12):
@@ -167,14 +155,6 @@ def test_eviction_with_nothing_to_free_is_not_observed(root: Path) -> None:
 
         assert store.sweep() + store.stats().evictions >= 4
         assert store.counts.take_observations() == {}
-
-
-def sweep(store: SharedDiskStore) -> None:
-    """Sweep, and do not evict afterwards."""
-    store._keeper.sweep(store._opening.tree(), 0.0)  # noqa: SLF001
-
-
-# Entries that are kept
 
 
 def choosing(
@@ -232,32 +212,6 @@ def test_entry_that_replaced_a_corrupt_one_is_not_removed(
         found = other.get(key())
         assert found is not None
         assert found.data == sized(100, 2).data
-
-
-@pytest.mark.parametrize("asked_s", [LONGEST_S + 1, 1e9, 365.25 * 86400 * 1000])
-def test_no_lease_ends_later_than_the_longest(root: Path, asked_s: float) -> None:
-    with opened(root) as store:
-        store.put(key(), sized(10))
-        store.lease([key()], asked_s)
-        [ending] = [int(path.name) for path in (root / "leases").iterdir()]
-
-        assert LONGEST_S - 5 <= ending - time.time() <= LONGEST_S * 1.125 + 5
-
-
-def test_lease_of_a_thousand_years_is_ignored_and_swept(root: Path) -> None:
-    now_s = time.time()
-    folder = Folder.open_path(str(root), 0o750)
-    digest = key().digest
-    for ending in (now_s + 1.24 * LONGEST_S, now_s + 1.26 * LONGEST_S, now_s + 3e10):
-        ended = folder.open_or_create(str(int(ending)))
-        ended.create(digest if ending > now_s + 1.25 * LONGEST_S else "0" * 64)
-
-    assert leased_digests(folder, [digest, "0" * 64], now_s) == {"0" * 64}
-    sweep_leases(folder, now_s)
-    assert folder.names() == [str(int(now_s + 1.24 * LONGEST_S))]
-
-
-# Concurrent evictors
 
 
 @pytest.mark.parametrize("ahead_s", [10, 4000])
@@ -470,127 +424,3 @@ def test_put_on_a_full_disk_evicts_the_needed_bytes(
         assert store.put(key("next"), sized(100)) is True
         assert store.stats().evictions == 1
         assert store.stats().entries == 20
-
-
-# File systems
-
-
-def test_quota_counts_blocks(root: Path) -> None:
-    """Entries without a tensor have names that clients choose; only the quota limits them."""
-    with opened(root, f"max_bytes={20 * BLOCK}") as store:
-        for n in range(50):
-            store.put(key(str(n)), Entry(memoryview(b""), "BF16", (0,), "image"))
-
-        assert (store.stats().entries or 0) <= 20
-        assert (store.stats().bytes or 0) <= 20 * BLOCK
-
-
-def touch_shared_memory(path: Path, size: int, go: Any) -> None:
-    """Touch memory as vLLM's queues do: the size is set first, the pages are touched much later."""
-    with path.open("w+b") as file:
-        file.truncate(size)
-        memory = mmap.mmap(file.fileno(), size)
-        go.wait()
-        for place in range(0, size, BLOCK):
-            memory[place] = 1
-
-
-@pytest.mark.fault(17)
-def test_process_with_shared_memory_beside_the_store_gets_no_sigbus(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "disk", "32m") as disk:
-        go = FORK.Event()
-        sizes = {"small": 2**20, "large": 14 * 2**20}
-        beside = [
-            FORK.Process(target=touch_shared_memory, args=(disk.path / name, size, go))
-            for name, size in sizes.items()
-        ]
-        for process in beside:
-            process.start()
-        with opened(disk.path / "store") as store:
-            for n in range(60):
-                store.put(key(str(n)), sized(2**20))
-            stats = store.stats()
-        go.set()
-        for process in beside:
-            process.join()
-
-    assert [process.exitcode for process in beside] == [0, 0], signal.SIGBUS
-    assert stats.max_bytes == 16 * 2**20
-    assert stats.drops == 0
-    assert 10 <= (stats.entries or 0) <= 15
-
-
-def test_share_of_the_file_system_may_be_chosen(tmp_path: Path) -> None:
-    with (
-        small_disk(tmp_path / "disk", "8m") as disk,
-        opened(disk.path / "store", "max_share=0.25") as store,
-    ):
-        assert store.stats().max_bytes == 2 * 2**20
-        with pytest.raises(EntryTooLarge):
-            store.put(key(), sized(2 * 2**20))
-        assert store.stats().entries == 0
-
-
-def test_reserve_is_restored_before_writing_or_a_warning_is_logged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", "vllm.ec_store")
-    with small_disk(tmp_path / "disk", "20m") as disk, opened(disk.path / "store") as store:
-        for n in range(9):
-            store.put(key(str(n)), sized(2**20 - 2**14))
-        free = 3 * 2**20 + 2**19
-        others = os.statvfs(disk.path)
-        (disk.path / "others").write_bytes(bytes(others.f_bavail * others.f_frsize - free))
-        for n in range(9, 30):
-            store.put(key(str(n)), sized(2**20 - 2**14))
-            left = os.statvfs(disk.path)
-            assert left.f_bavail * left.f_frsize >= 2**20
-        assert store.stats().drops == 0
-        assert store.stats().evictions >= 17
-
-        store.lease([key(str(n)) for n in range(30)], 600)
-        left = os.statvfs(disk.path)
-        (disk.path / "more").write_bytes(bytes(left.f_bavail * left.f_frsize - 2**19))
-        for n in range(3):
-            with pytest.raises(StoreUnavailable, match="none of its entries can be evicted"):
-                store.put(key(f"more-{n}"), sized(2**20))
-        warned = [one for one in caplog.records if one.levelname == "WARNING"]
-
-    assert len([one for one in caplog.records if "takes at most" in one.message]) == 1
-    assert len(warned) == 1
-    assert "reserved for others" in warned[0].message
-
-
-# Children of fork
-
-
-@pytest.mark.parametrize("call", ["get", "put", "lookup", "stats", "evict"])
-def test_child_of_a_fork_waits_for_no_lock_of_its_parent(root: Path, call: str) -> None:
-    calls: dict[str, Callable[[SharedDiskStore], object]] = {
-        "get": lambda store: store.get(key()),
-        "put": lambda store: store.put(key("new"), sized(2**20 + 2)),
-        "lookup": lambda store: store.lookup([key()]),
-        "stats": lambda store: store.stats(),
-        "evict": lambda store: store.evict(),
-    }
-    with opened(root) as store:
-        store.put(key(), sized(2**20 + 2))
-        assert store.get(key()) is not None
-        held = store._files  # noqa: SLF001
-        locks = [
-            held._buffers._lock.mutex,  # noqa: SLF001
-            store.counts._lock.mutex,  # noqa: SLF001
-        ]
-        for lock in locks:
-            lock.acquire()
-        child = FORK.Process(target=calls[call], args=(store,))
-        child.start()
-        for lock in locks:
-            lock.release()
-        child.join(60)
-        if child.exitcode is None:
-            child.kill()
-            child.join()
-
-        assert child.exitcode == 0
-        assert store.get(key()) is not None

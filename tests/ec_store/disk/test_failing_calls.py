@@ -2,6 +2,8 @@
 
 import errno
 import os
+import resource
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,8 +13,11 @@ from typing import Any
 import pytest
 
 from ec_store import StoreUnavailable
+from ec_store.disk.eviction_policy import BLOCK_BYTES
+from ec_store.disk.files import Folder
 from ec_store.disk.store import SharedDiskStore
-from tests.ec_store.contract import assert_same, key, sized
+from tests.ec_store.contract import assert_same, entry, key, sized
+from tests.ec_store.disk.on_disk import age, entries_bytes, files, opened, path_of
 
 LENGTH = 2000
 READING = ("open", "stat", "fstat", "read", "pread", "scandir", "preadv")
@@ -56,16 +61,8 @@ def failing(name: str, first: int, last: int, code: int) -> Iterator[list[int]]:
         setattr(os, name, real)
 
 
-def opened(root: Path) -> SharedDiskStore:
-    return SharedDiskStore.from_url(root.as_uri())
-
-
 def staging(root: Path) -> list[Path]:
     return list((root / "entries").rglob("*.tmp"))
-
-
-def entries_bytes(root: Path) -> int:
-    return sum(path.stat().st_size for path in (root / "entries").rglob("*" + "[0-9a-f]" * 64))
 
 
 def check(root: Path, store: SharedDiskStore, name: str) -> None:
@@ -210,3 +207,104 @@ def test_failing_disk_serves_readable_entries_and_misses_the_rest(
         cut(2**16)
         with pytest.raises(StoreUnavailable):
             store.put(key("new"), sized(2**20))
+
+
+@pytest.mark.fault(17)
+def test_a_write_that_fails_leaves_nothing(root: Path, store: SharedDiskStore) -> None:
+    store.put(key("kept"), sized(1000))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        with pytest.raises(StoreUnavailable):
+            store.put(key(), sized(200_000))
+        with pytest.raises(StoreUnavailable):
+            store.put(key(), sized(2**21))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+
+    assert files(root, "entries") == [path_of(root, key("kept"))]
+    assert store.stats().bytes == entries_bytes(root)
+
+
+def test_close_that_fails_after_a_read_changes_nothing(
+    store: SharedDiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.put(key(), entry())
+    close = os.close
+
+    def failing(fd: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{fd}")  # noqa: PTH115
+        close(fd)
+        if "entries" in path and path.endswith(key().digest):
+            raise OSError(errno.EIO, "the close failed")
+
+    monkeypatch.setattr(os, "close", failing)
+
+    assert_same(entry(), store.get(key()))
+    assert store.lookup([key()])[0] is not None
+    assert store.lease([key()], 5)[0] is not None
+
+
+pytestmark = pytest.mark.fault(92)
+
+
+def test_eviction_ends_if_others_free_the_space_meanwhile(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(root) as store, opened(root) as other:
+        for n in range(200):
+            store.put(key(str(n)), sized(100))
+        store.configure(max_bytes=100 * BLOCK_BYTES)
+        remove = Folder.remove_folder
+
+        def others_remove(folder: Folder, name: str) -> bool:
+            monkeypatch.undo()
+            assert other.delete([key(str(n)) for n in range(120)]) >= 100
+            return remove(folder, name)
+
+        monkeypatch.setattr(Folder, "remove_folder", others_remove)
+
+        assert store.evict() <= 16
+
+
+def full_store(root: Path) -> SharedDiskStore:
+    store = opened(root, f"max_bytes={20 * BLOCK_BYTES}")
+    for n in range(20):
+        store.put(key(str(n)), sized(100))
+        age(path_of(root, key(str(n))), 100)
+    return store
+
+
+def failing_listings(monkeypatch: pytest.MonkeyPatch, root: Path, code: int, number: int) -> None:
+    """Let the first `number` listings of the entries' top folder fail."""
+    scan, failures = os.scandir, iter(range(number))
+    top = (root / "entries").stat().st_ino
+
+    def scandir(folder: Any) -> Any:
+        if isinstance(folder, int) and os.fstat(folder).st_ino == top:
+            for _ in failures:
+                raise OSError(code, os.strerror(code))
+        return scan(folder)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+
+
+CODES = pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.EMFILE])
+
+
+@CODES
+@pytest.mark.parametrize("number", [1, 10**9])
+def test_listings_that_fail_are_the_error_and_not_a_full_store(
+    root: Path, monkeypatch: pytest.MonkeyPatch, code: int, number: int
+) -> None:
+    with full_store(root) as store:
+        with monkeypatch.context() as patched:
+            failing_listings(patched, root, code, number)
+            with pytest.raises(StoreUnavailable, match=os.strerror(code)):
+                store.put(key("new"), sized(100))
+        # No second passes, in which a full store would drop entries without another check.
+        assert store.put(key("new"), sized(100)) is True
+        assert store.stats().drops == 1
+        assert store.stats().bytes == entries_bytes(root)

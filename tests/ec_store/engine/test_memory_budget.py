@@ -1,4 +1,4 @@
-"""Buffers and the memory budget: mapped memory stays close to used memory for all entry sizes."""
+"""Memory of a fetcher: mapped memory stays close to the counted, for entries of all sizes."""
 
 import time
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ec_store import Entry, EntryKey, open_store
-from ec_store.buffers import UNUSED_BYTES, Buffers
+from ec_store.buffers import Buffers
 from ec_store.disk.store import SharedDiskStore
 from ec_store.engine.entry_memory import LARGE_BYTES, OVERHEAD_BYTES, buffer_bytes, entry_bytes
 from ec_store.engine.fetch_queue import Want
@@ -14,7 +14,8 @@ from ec_store.engine.fetcher import Fetcher, FetchState
 from tests.ec_store.entries import entry
 
 MIB = 2**20
-PAGE = 2 * MIB
+
+
 WITHIN_S = 30.0
 
 
@@ -104,33 +105,3 @@ def test_reservation_covers_an_entry_about_as_large_as_a_page(tmp_path: Path, be
 
     assert found is not None
     assert entry_bytes(found) <= buffer_bytes(size) + OVERHEAD_BYTES
-
-
-def test_a_buffer_has_as_many_pages_as_its_entry() -> None:
-    buffers = Buffers()
-    for pages in (4, 2, 3, 1, 4, 2):
-        assert memoryview(buffers.take_buffer(pages * PAGE - 1).obj).nbytes == pages * PAGE
-    assert mapped_bytes(buffers) <= 10 * PAGE
-
-
-def test_a_larger_buffer_is_cut_and_keeps_its_pages() -> None:
-    buffers = Buffers()
-    buffers.take_buffer(4 * PAGE)[:4] = b"mark"
-    first = buffers.take_buffer(3 * PAGE)
-    second = buffers.take_buffer(3 * PAGE)
-
-    assert (bytes(first[:4]), bytes(second[:4])) == (b"mark", bytes(4))
-    assert mapped_bytes(buffers) == 6 * PAGE
-
-
-def test_unused_memory_is_bounded_by_memory_in_use() -> None:
-    buffers = Buffers()
-    held = [buffers.take_buffer(UNUSED_BYTES // 2) for _ in range(34)]
-    del held[:10]
-    small = [buffers.take_buffer(PAGE) for _ in range(4)]
-    used = len(held) * UNUSED_BYTES // 2 + len(small) * PAGE
-
-    assert mapped_bytes(buffers) <= used * 17 / 16
-    del held, small
-    buffers.take_buffer(2 * PAGE)
-    assert mapped_bytes(buffers) <= UNUSED_BYTES + 2 * PAGE

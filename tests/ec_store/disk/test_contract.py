@@ -11,10 +11,7 @@ import pytest
 from ec_store import EntryKey, open_store
 from tests.ec_store.claims_contract import ClaimsContract
 from tests.ec_store.contract import Opened, Spoil, StoreContract
-
-
-def entry_path(root: Path, key: EntryKey) -> Path:
-    return root / "entries" / key.digest[:2] / key.digest[2:4] / key.digest
+from tests.ec_store.disk.on_disk import path_of
 
 
 @pytest.fixture(params=["tmpfs", "disk"])
@@ -36,7 +33,7 @@ def opened(root: Path) -> Iterator[Opened]:
 @pytest.fixture
 def spoil(root: Path) -> Spoil:
     def flip(key: EntryKey) -> None:
-        path = entry_path(root, key)
+        path = path_of(root, key)
         raw = bytearray(path.read_bytes())
         raw[-1] ^= 1
         path.write_bytes(raw)

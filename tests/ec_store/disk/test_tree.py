@@ -1,30 +1,14 @@
 """Folders of entries: they are removed when they are empty, and created again."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from ec_store import EntryKey
 from ec_store.disk import opening, tree
 from ec_store.disk.files import Folder
 from ec_store.disk.store import SharedDiskStore
 from tests.ec_store.contract import assert_same, key, sized
-from tests.ec_store.disk.on_disk import counted
-
-
-@pytest.fixture
-def store(root: Path) -> Iterator[SharedDiskStore]:
-    with opened(root) as store:
-        yield store
-
-
-def opened(root: Path) -> SharedDiskStore:
-    return SharedDiskStore.from_url(root.as_uri())
-
-
-def path_of(root: Path, kept: EntryKey) -> Path:
-    return root / "entries" / kept.digest[:2] / kept.digest[2:4] / kept.digest
+from tests.ec_store.disk.on_disk import counted, opened, path_of
 
 
 def leaves(root: Path) -> list[Path]:

@@ -60,7 +60,7 @@ def tls_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer
 
 @pytest.fixture(scope="module")
 def redis_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sequence[RedisServer]]:
-    """Yield a cluster, with TLS if available; test_redis_faults uses one without."""
+    """Yield a cluster, with TLS if available; test_faults uses one without."""
     folder = tmp_path_factory.mktemp("cluster")
     with cluster(folder, tls=Certificates.make(folder) if has_tls() else None) as servers:
         for server in servers:
