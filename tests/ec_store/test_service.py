@@ -21,7 +21,7 @@ from ec_store import entry as entry_module
 from ec_store.__main__ import main
 from ec_store.aio import CLOSE_S, AsyncStore
 from ec_store.concurrency import DaemonPool
-from ec_store.disk import opening as disk_opening
+from ec_store.disk.config import DiskConfig
 from ec_store.disk.store import SharedDiskStore
 from ec_store.errors import StoreMissing
 from ec_store.opening import open_async_store
@@ -71,10 +71,7 @@ async def test_a_store_is_closed_while_every_thread_hangs(url: str) -> None:
         hanging.result(60)
 
 
-async def test_a_missing_store_without_create_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(disk_opening, "LOOK_EVERY_S", 0.0)
+async def test_a_missing_store_without_create_is_an_error(tmp_path: Path) -> None:
     root = tmp_path / "store"
     with pytest.raises(StoreMissing, match=f"there is no store in {root}"):
         await open_async_store(root.as_uri(), create=False)
@@ -82,7 +79,8 @@ async def test_a_missing_store_without_create_is_an_error(
 
     with open_store(root.as_uri()):
         pass
-    async with await open_async_store(root.as_uri(), create=False) as store:
+    config = DiskConfig.from_url(root.as_uri())
+    async with AsyncStore(SharedDiskStore(config, create=False, look_every_s=0)) as store:
         shutil.rmtree(root)
         with pytest.raises(StoreMissing, match=f"there is no store in {root}"):
             await store.claim([KEY], "a", 10)

@@ -3,15 +3,12 @@
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from ec_store import StoreUnavailable
-from ec_store.disk import opening
-from ec_store.disk.store import SharedDiskStore
 from tests.ec_store.contract import assert_same, entry, key, sized
 from tests.ec_store.disk.on_disk import opened
 
@@ -29,12 +26,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("looks", [False, True])
-def test_a_directory_that_was_removed_is_a_miss_and_made_again(
-    root: Path, store: SharedDiskStore, monkeypatch: pytest.MonkeyPatch, looks: bool
-) -> None:
+def test_a_directory_that_was_removed_is_a_miss_and_made_again(root: Path, looks: bool) -> None:
+    store = opened(root, look_every_s=0 if looks else 1000)
     store.put(key(), entry())
     shutil.rmtree(root)
-    monkeypatch.setattr(opening, "LOOK_EVERY_S", 0 if looks else 1000)
 
     assert store.get(key()) is None
     assert store.lookup([key()]) == [None]
@@ -48,34 +43,30 @@ def test_a_directory_that_was_removed_is_a_miss_and_made_again(
     assert_same(entry(), store.get(key()))
 
 
-def test_a_directory_that_was_replaced_is_used(root: Path, store: SharedDiskStore) -> None:
+def test_a_directory_that_was_replaced_is_used(root: Path) -> None:
+    store = opened(root, look_every_s=0)
     store.put(key(), sized(10, 1))
     root.rename(root.with_name("old"))
     with opened(root) as other:
         other.put(key(), sized(10, 2))
-    time.sleep(1.1)
 
     assert_same(sized(10, 2), store.get(key()))
 
 
-def test_get_misses_after_the_directory_was_replaced_by_a_link_to_itself(
-    root: Path, store: SharedDiskStore
-) -> None:
+def test_get_misses_after_the_directory_was_replaced_by_a_link_to_itself(root: Path) -> None:
+    store = opened(root, look_every_s=0)
     shutil.rmtree(root)
     root.symlink_to(root)
-    time.sleep(1.1)
 
     assert store.get(key()) is None
     with pytest.raises(StoreUnavailable, match="symbolic links"):
         store.put(key(), sized(10))
 
 
-def test_a_directory_that_became_a_file_is_a_miss_and_unavailable(
-    root: Path, store: SharedDiskStore
-) -> None:
+def test_a_directory_that_became_a_file_is_a_miss_and_unavailable(root: Path) -> None:
+    store = opened(root, look_every_s=0)
     shutil.rmtree(root)
     root.write_text("no directory")
-    time.sleep(1.1)
 
     assert store.get(key()) is None
     assert store.lookup([key()]) == [None]

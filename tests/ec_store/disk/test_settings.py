@@ -26,7 +26,6 @@ from tests.ec_store.disk.on_disk import opened
 from tests.small_disk import small_disk
 
 DAY_S = 86400.0
-SOON_S = 0.02
 STRANGER = 54321
 
 settings_of_any_store = st.builds(
@@ -36,11 +35,6 @@ settings_of_any_store = st.builds(
     ttl=st.floats(0.001, 1e12),
     dir_mode=st.integers(0, 0o7777),
 )
-
-
-@pytest.fixture
-def looks_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "LOOK_EVERY_S", SOON_S)
 
 
 @pytest.fixture
@@ -108,12 +102,11 @@ def test_a_store_keeps_the_settings_of_its_creation(root: Path) -> None:
 
 
 def test_a_url_with_other_settings_changes_nothing_and_is_logged_once(
-    root: Path, caplog: pytest.LogCaptureFixture, looks_soon: None
+    root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     opened(root, "max_bytes=2GiB&ttl=7d").close()
-    with opened(root, "max_bytes=1GiB&ttl=7d") as store:
+    with opened(root, "max_bytes=1GiB&ttl=7d", look_every_s=0) as store:
         for _ in range(3):
-            time.sleep(2 * SOON_S)
             store.lookup([key()])
         assert store.stats().max_bytes == 2 * 2**30
 
@@ -170,17 +163,15 @@ def test_open_refuses_a_store_with_another_format_version(root: Path) -> None:
 
 
 def test_settings_that_change_are_followed_and_unreadable_ones_are_not(
-    root: Path, looks_soon: None, caplog: pytest.LogCaptureFixture
+    root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with opened(root) as store, opened(root) as other:
+    with opened(root, look_every_s=0) as store, opened(root) as other:
         other.configure(max_bytes=2**20)
-        time.sleep(2 * SOON_S)
         store.lookup([key()])
         assert store.settings.max_bytes == 2**20
 
         (root / NAME).write_bytes(b"{")
         for _ in range(3):
-            time.sleep(2 * SOON_S)
             assert store.put(key(), sized(10), replace=True) is True
         assert store.settings.max_bytes == 2**20
         assert [it.message for it in caplog.records if "keeps its settings" in it.message] == [

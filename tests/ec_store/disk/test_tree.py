@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ec_store.disk import opening, tree
+from ec_store.disk import tree
 from ec_store.disk.files import Folder
 from ec_store.disk.store import SharedDiskStore
 from tests.ec_store.contract import assert_same, key, sized
@@ -62,10 +62,8 @@ def test_a_sweep_removes_empty_folders_and_no_others(root: Path, store: SharedDi
     assert set(leaves(root)) == {path_of(root, key()).parent, root / "entries" / "00" / "00"}
 
 
-def test_an_entry_in_a_folder_that_was_removed_as_empty_is_found_at_once(
-    root: Path, store: SharedDiskStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(opening, "LOOK_EVERY_S", 3600.0)
+def test_an_entry_in_a_folder_that_was_removed_as_empty_is_found_at_once(root: Path) -> None:
+    store = opened(root, look_every_s=3600)
     store.put(key(), sized(100, 1))
     assert store.get(key()) is not None
     with opened(root) as other:

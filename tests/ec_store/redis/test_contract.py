@@ -8,8 +8,10 @@ import pytest
 import redis
 from redis.crc import key_slot
 
-from ec_store import EntryKey, open_store
-from ec_store.redis import entries
+from ec_store import EntryKey
+from ec_store.redis.entries import WINDOW_BYTES
+from ec_store.redis.store import RedisStore
+from ec_store.redis.url import redis_options
 from tests.ec_store.claims_contract import ClaimsContract
 from tests.ec_store.contract import Opened, Spoil, StoreContract
 from tests.support.redis_server import Certificates, RedisServer, cluster, has_tls
@@ -19,6 +21,9 @@ ACL = (
     " +pexpire +unlink +hset +hgetall +hdel +scan +info"
 )
 CLUSTER_ACL = ACL + " +cluster|slots +asking"
+TINY_BYTES = 1024
+"""Window of reads in which small entries need many."""
+
 PATIENCE = "timeout=60s&connect_timeout=30s"
 """Long timeouts, so that no call fails because the machine is busy."""
 
@@ -35,12 +40,14 @@ def spoiler(client_of: Callable[[bytes], "redis.Redis"]) -> Spoil:
     return spoil
 
 
-def opener(url: str, clients: Sequence["redis.Redis"]) -> Iterator[Opened]:
+def opener(
+    url: str, clients: Sequence["redis.Redis"], window_bytes: int = WINDOW_BYTES
+) -> Iterator[Opened]:
     for client in clients:
         client.flushall()
+    options = redis_options(f"{url}{'&' if '?' in url else '?'}{PATIENCE}")
     with ExitStack() as stack:
-        patient = f"{url}{'&' if '?' in url else '?'}{PATIENCE}"
-        yield lambda: stack.enter_context(open_store(patient))
+        yield lambda: stack.enter_context(RedisStore(options, window_bytes=window_bytes))
 
 
 @pytest.fixture(scope="module")
@@ -68,27 +75,21 @@ def redis_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sequence
         yield servers
 
 
-@pytest.fixture
-def tiny_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make reads so small that small entries need many."""
-    monkeypatch.setattr(entries, "WINDOW_BYTES", 1024)
-
-
 class TestRedis(StoreContract, ClaimsContract):
     entries_of_two = None
+    window_bytes = WINDOW_BYTES
 
     @pytest.fixture
     def opened(self, server: RedisServer) -> Iterator[Opened]:
-        yield from opener(server.url(), [server.client])
+        yield from opener(server.url(), [server.client], self.window_bytes)
 
     @pytest.fixture
     def spoil(self, server: RedisServer) -> Spoil:
         return spoiler(lambda _: server.client)
 
 
-@pytest.mark.usefixtures("tiny_windows")
 class TestRedisInWindows(TestRedis):
-    pass
+    window_bytes = TINY_BYTES
 
 
 class TestRedisWithTlsAndAcl(StoreContract, ClaimsContract):
@@ -105,7 +106,6 @@ class TestRedisWithTlsAndAcl(StoreContract, ClaimsContract):
         return spoiler(lambda _: tls_server.client)
 
 
-@pytest.mark.usefixtures("tiny_windows")
 class TestRedisClusterWithTlsAndAcl(StoreContract, ClaimsContract):
     entries_of_two = None
 
@@ -118,7 +118,7 @@ class TestRedisClusterWithTlsAndAcl(StoreContract, ClaimsContract):
             if server.tls
             else f"redis+cluster://{address}"
         )
-        yield from opener(url, [server.client for server in redis_cluster])
+        yield from opener(url, [server.client for server in redis_cluster], TINY_BYTES)
 
     @pytest.fixture
     def spoil(self, redis_cluster: Sequence[RedisServer]) -> Spoil:

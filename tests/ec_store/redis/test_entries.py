@@ -19,11 +19,11 @@ from aiohttp.test_utils import TestServer
 from ec_store import Entry, EntryKey, EntryTooLarge, StoreUnavailable
 from ec_store.aio import AsyncStore
 from ec_store.entry import checksum, encode_header
-from ec_store.redis import entries
 from ec_store.redis.client import RedisClient
 from ec_store.redis.connection import RedisConnection, pack_commands
 from ec_store.redis.entries import RedisEntries
 from ec_store.redis.store import ATTEMPTS, RedisStore
+from ec_store.redis.url import redis_options
 from ec_store.redis.write_permits import LARGE_BYTES
 from ec_store.service import create_app
 from tests.ec_store.contract import assert_same, key, sized
@@ -43,9 +43,15 @@ def store(server: RedisServer, client: Any) -> Iterator[RedisStore]:
 
 
 @pytest.fixture
-def tiny_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make reads so small that small entries need many."""
-    monkeypatch.setattr(entries, "WINDOW_BYTES", 64)
+def windowed(server: RedisServer, client: Any) -> Iterator[RedisStore]:
+    """Return a store with reads so small that small entries need many."""
+    with cut(server, 64) as store:
+        yield store
+
+
+def cut(server: RedisServer, window_bytes: int) -> RedisStore:
+    """Open a store that reads entries in windows of a size."""
+    return RedisStore(redis_options(server.url("timeout=30s")), window_bytes=window_bytes)
 
 
 def name_of(one: EntryKey) -> bytes:
@@ -82,15 +88,15 @@ def test_an_entry_is_one_value_that_expires(store: RedisStore, client: Any, leng
 
 @pytest.mark.parametrize("extra", [0, 1, 2])
 def test_get_of_an_entry_of_exactly_the_first_window(
-    store: RedisStore, monkeypatch: pytest.MonkeyPatch, extra: int
+    server: RedisServer, client: Any, monkeypatch: pytest.MonkeyPatch, extra: int
 ) -> None:
     kept = sized(1000)
-    store.put(key(), kept)
     size = len(encode_header(key(), kept, checksum(kept.data))) + 1000
-    monkeypatch.setattr(entries, "WINDOW_BYTES", size - 1 + extra)
+    with cut(server, size - 1 + extra) as store:
+        store.put(key(), kept)
 
-    assert_same(kept, store.get(key()))
-    assert round_trips(monkeypatch, lambda: store.get(key())) == (1 if extra else 2)
+        assert_same(kept, store.get(key()))
+        assert round_trips(monkeypatch, lambda: store.get(key())) == (1 if extra else 2)
 
 
 def test_the_allocator_of_redis_takes_less_than_a_fifth_more(
@@ -117,28 +123,26 @@ def test_entries_of_the_layout_before_are_neither_read_nor_removed(
 
 
 @pytest.mark.fault(20)
-@pytest.mark.usefixtures("tiny_windows")
-def test_every_flipped_byte_is_a_miss_and_is_removed(store: RedisStore, client: Any) -> None:
-    store.put(key(), sized(100))
+def test_every_flipped_byte_is_a_miss_and_is_removed(windowed: RedisStore, client: Any) -> None:
+    windowed.put(key(), sized(100))
     value = client.get(name_of(key()))
     for misses, place in enumerate(range(16, len(value)), 1):
         flipped = bytearray(value)
         flipped[place] ^= 0x10
         client.set(name_of(key()), bytes(flipped))
 
-        assert store.get(key()) is None, place
-        assert (store.stats().misses, store.stats().corrupt) == (misses, misses)
+        assert windowed.get(key()) is None, place
+        assert (windowed.stats().misses, windowed.stats().corrupt) == (misses, misses)
         assert not client.dbsize()
     assert len(value) > 300
 
 
 @pytest.mark.fault(20)
-@pytest.mark.parametrize("windows", [1, 0])
+@pytest.mark.parametrize("opened", ["store", "windowed"])
 def test_a_truncated_value_is_a_miss(
-    store: RedisStore, client: Any, monkeypatch: pytest.MonkeyPatch, windows: int
+    request: pytest.FixtureRequest, client: Any, opened: str
 ) -> None:
-    if windows:
-        monkeypatch.setattr(entries, "WINDOW_BYTES", 64)
+    store: RedisStore = request.getfixturevalue(opened)
     store.put(key(), sized(100))
     value = client.get(name_of(key()))
     cuts = range(0, len(value), 7)
@@ -207,74 +211,70 @@ def changing(monkeypatch: pytest.MonkeyPatch, store: RedisStore, change: Change,
 
 
 @pytest.mark.fault(29)
-@pytest.mark.usefixtures("tiny_windows")
 def test_an_entry_replaced_during_a_read_is_read_again(
-    store: RedisStore, monkeypatch: pytest.MonkeyPatch
+    windowed: RedisStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def replaced(store: RedisStore, seed: int) -> None:
         store.put(key(), sized(1000, seed), replace=True)
 
-    store.put(key(), sized(1000, 1))
-    changing(monkeypatch, store, replaced, ATTEMPTS - 1)
-    assert_same(sized(1000, ATTEMPTS), store.get(key()))
+    windowed.put(key(), sized(1000, 1))
+    changing(monkeypatch, windowed, replaced, ATTEMPTS - 1)
+    assert_same(sized(1000, ATTEMPTS), windowed.get(key()))
 
-    changing(monkeypatch, store, replaced, ATTEMPTS)
-    assert store.get(key()) is None
-    assert store.stats().corrupt == 0
-    assert store.lookup([key()]) != [None]
+    changing(monkeypatch, windowed, replaced, ATTEMPTS)
+    assert windowed.get(key()) is None
+    assert windowed.stats().corrupt == 0
+    assert windowed.lookup([key()]) != [None]
 
 
 @pytest.mark.fault(29)
-@pytest.mark.usefixtures("tiny_windows")
 def test_an_entry_evicted_during_a_read_is_a_miss_and_not_corrupt(
-    store: RedisStore, monkeypatch: pytest.MonkeyPatch
+    windowed: RedisStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store.put(key(), sized(1000, 1))
-    changing(monkeypatch, store, lambda store, _: store.delete([key()]), 1)
+    windowed.put(key(), sized(1000, 1))
+    changing(monkeypatch, windowed, lambda store, _: store.delete([key()]), 1)
 
-    assert store.get(key()) is None
-    assert (store.stats().misses, store.stats().corrupt) == (1, 0)
+    assert windowed.get(key()) is None
+    assert (windowed.stats().misses, windowed.stats().corrupt) == (1, 0)
 
 
-@pytest.mark.usefixtures("tiny_windows")
 def test_verify_keeps_an_entry_replaced_during_its_read(
-    store: RedisStore, monkeypatch: pytest.MonkeyPatch
+    windowed: RedisStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store.put(key(), sized(1000, 1))
+    windowed.put(key(), sized(1000, 1))
     changing(
         monkeypatch,
-        store,
+        windowed,
         lambda store, seed: store.put(key(), sized(1000, seed), replace=True),
         1,
     )
 
-    assert [row.problem for row in store.verify(fix=True)] == [None]
-    assert_same(sized(1000, 2), store.get(key()))
+    assert [row.problem for row in windowed.verify(fix=True)] == [None]
+    assert_same(sized(1000, 2), windowed.get(key()))
 
 
 @pytest.mark.fault(29)
-@pytest.mark.usefixtures("tiny_windows")
 def test_an_equal_entry_put_during_a_read_is_not_corrupt(
-    store: RedisStore, monkeypatch: pytest.MonkeyPatch
+    windowed: RedisStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The entry was evicted, missed and encoded again: same bytes, different write id."""
-    store.put(key(), sized(1000))
+    windowed.put(key(), sized(1000))
     run = RedisEntries._fill  # noqa: SLF001 - the second round trip
     gone = iter([True])
 
     def fill(self: RedisEntries, *arguments: Any) -> None:
         if next(gone, False):
-            store.delete([key()])
+            windowed.delete([key()])
             try:
                 run(self, *arguments)
             finally:
-                store.put(key(), sized(1000))
+                windowed.put(key(), sized(1000))
         run(self, *arguments)
 
     monkeypatch.setattr(RedisEntries, "_fill", fill)
 
-    assert_same(sized(1000), store.get(key()))
-    assert store.stats().corrupt == 0
+    assert_same(sized(1000), windowed.get(key()))
+    assert windowed.stats().corrupt == 0
 
 
 def test_a_put_with_a_lost_reply_recognizes_its_own_entry(
@@ -297,18 +297,14 @@ def test_a_put_with_a_lost_reply_recognizes_its_own_entry(
 
 
 @pytest.mark.fault(22)
-@pytest.mark.usefixtures("tiny_windows")
-def test_writers_of_one_key_never_mix(
-    server: RedisServer, client: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_writers_of_one_key_never_mix(server: RedisServer, client: Any) -> None:
     """The writers delete and write again all the time, so that readers meet many changes."""
-    monkeypatch.setattr(entries, "WINDOW_BYTES", 512)
     rounds, length = 100, 2000
     allowed = {bytes(sized(length, seed).data) for seed in range(6)}
     stop = threading.Event()
 
     def write(seed: int) -> None:
-        with RedisStore.from_url(server.url()) as store:
+        with cut(server, 512) as store:
             for turn in range(rounds):
                 store.put(key(), sized(length, seed), replace=turn % 3 == 0)
                 if turn % 5 == 0:
@@ -317,7 +313,7 @@ def test_writers_of_one_key_never_mix(
 
     def read() -> tuple[int, int, int]:
         wrong = hits = 0
-        with RedisStore.from_url(server.url()) as store:
+        with cut(server, 512) as store:
             while not stop.is_set():
                 found = store.get(key())
                 hits += found is not None
