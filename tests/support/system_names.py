@@ -14,7 +14,7 @@ class SystemNames:
     Attributes:
         addresses: addresses of names.
         error: error number of each lookup; 0 for none.
-        hanging: end of the names whose lookups wait for `go_on`; None for none.
+        hanging: end of the names that are looked up only after `go_on`; None for none.
         asked: all names so far.
     """
 

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -132,10 +133,8 @@ def test_a_memory_of_another_container_is_named_in_the_error(
 def test_a_container_that_allows_no_memfd_is_told_what_to_use(
     path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> int:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-
-    monkeypatch.setattr("os.memfd_create", refuse)
+    refused = OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    monkeypatch.setattr(os, "memfd_create", Mock(side_effect=refused))
     code, _, _ = run(capsys, "serve", f"shm://{path}?max_bytes=2MiB", "--port", "0")
 
     assert "no memory of 2.0 MiB: [Errno 38] Function not implemented: " in str(code)

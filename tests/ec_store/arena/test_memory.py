@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -176,13 +177,9 @@ def test_a_full_server_stays_within_the_limit_that_its_guide_states(path: Path) 
 def test_an_allocation_ends_when_others_take_the_memory_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    rooms = [True, True, True, False]  # before all, and before each step
-
-    def check_room(_: int) -> None:
-        if not rooms.pop(0):
-            raise OSError(errno.ENOMEM, "it needs more")
-
-    monkeypatch.setattr(memory, "check_room", check_room)
+    needs_more = OSError(errno.ENOMEM, "it needs more")
+    rooms = [None, None, None, needs_more]  # before all, and before each step
+    monkeypatch.setattr(memory, "check_room", Mock(side_effect=rooms))
     monkeypatch.setattr(memory, "STEP_BYTES", MIB)
     before = os.listdir("/proc/self/fd")  # noqa: PTH208
     with pytest.raises(OSError, match="it needs more"):

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
+from unittest.mock import Mock
 
 import pytest
 
@@ -126,11 +127,8 @@ def test_bytes_stay_for_a_time_without_a_descriptor_of_the_process(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As before Linux 6.5 in another PID namespace, where the kernel says 0 for the process."""
-
-    def refuse(_: int) -> int:
-        raise OSError(errno.EINVAL, "0 is no process")
-
-    monkeypatch.setattr(os, "pidfd_open", refuse)
+    refused = OSError(errno.EINVAL, "0 is no process")
+    monkeypatch.setattr(os, "pidfd_open", Mock(side_effect=refused))
     with serving(path, 8 * MIB, gone_s=0.5), opened(path) as store:
         store.put(key(), sized(MIB))
         reader = opened(path)
@@ -163,10 +161,7 @@ def test_a_pin_ends_if_its_entry_cannot_be_copied(
     path: Path, server: ArenaServer, store: ArenaStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.put(key(), sized(MIB + 2))  # in two segments
-
-    def refuse(_: int) -> memoryview:
-        raise MemoryError
-
+    refuse = Mock(side_effect=MemoryError)
     monkeypatch.setattr(store._buffers, "take_buffer", refuse)  # noqa: SLF001
     with pytest.raises(MemoryError):
         store.get(key())

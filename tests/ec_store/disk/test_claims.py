@@ -5,8 +5,9 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -14,11 +15,11 @@ from ec_store import EntryKey, StoreUnavailable
 from ec_store.base import LONGEST_CLAIM_S
 from ec_store.disk import claims as disk_claims
 from ec_store.disk import lock as locks
-from ec_store.disk import tree
 from ec_store.disk.store import SharedDiskStore
 from tests.ec_store.claims_contract import running
 from tests.ec_store.contract import key
 from tests.ec_store.disk.on_disk import age, opened
+from tests.support.once import before_next
 
 FORK = multiprocessing.get_context("fork")
 
@@ -38,19 +39,14 @@ def test_claims_are_renewed_with_one_lock_of_their_folder(
     store: SharedDiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = [key(str(n)) for n in range(64)]
-    locked = []
-
-    def lock(fd: int) -> AbstractContextManager[None]:
-        locked.append(fd)
-        return locks.lock(fd)
-
-    monkeypatch.setattr(disk_claims, "lock", lock)
+    locked = Mock(wraps=locks.lock)
+    monkeypatch.setattr(disk_claims, "lock", locked)
     assert store.claim(keys[:1], "other", 60) == [True]
     assert store.claim(keys, "a", 60) == [False] + [True] * 63
-    assert not locked
+    assert not locked.called
 
     assert store.claim(keys, "a", 60) == [False] + [True] * 63
-    assert len(locked) == 1
+    assert locked.call_count == 1
 
 
 @pytest.mark.parametrize("content", [b"30", b"30 ", b"x owner", b"nan owner", b"\xff\xff \xff"])
@@ -84,15 +80,8 @@ def before_the_lock(
     monkeypatch: pytest.MonkeyPatch, happens: Callable[[], object]
 ) -> Iterator[None]:
     """Run `happens` once, before the folder of claims is locked."""
-    changed = []
-
-    def locked_later(fd: int) -> AbstractContextManager[None]:
-        monkeypatch.setattr(disk_claims, "lock", locks.lock)
-        happens()
-        changed.append(fd)
-        return locks.lock(fd)
-
-    monkeypatch.setattr(disk_claims, "lock", locked_later)
+    changed: list[object] = []
+    before_next(monkeypatch, disk_claims, "lock", lambda: changed.append(happens()))
     yield
     assert changed
 
@@ -145,10 +134,9 @@ def test_claim_that_another_owner_takes_before_its_removal_stays(
 
 
 def test_claims_are_unavailable_while_another_process_keeps_the_folder_locked(
-    root: Path, store: SharedDiskStore, monkeypatch: pytest.MonkeyPatch
+    root: Path, store: SharedDiskStore
 ) -> None:
     """A process that was stopped within a change: free claims are taken, and no other changes."""
-    monkeypatch.setattr(locks, "BUSY_S", 0.01)
     store.claim([key()], "a", 30)
     fd = os.open(root / "claims", os.O_RDONLY)
     with locks.lock(fd):
@@ -167,23 +155,19 @@ def test_a_claim_from_the_future_is_ignored(root: Path, store: SharedDiskStore) 
     assert store.claim([key()], "a", 30) == [True]
 
 
-def test_claims_that_ended_are_swept_and_others_are_not(
-    root: Path, store: SharedDiskStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("staging_is_old")
+def test_claims_that_ended_are_swept_and_others_are_not(root: Path, store: SharedDiskStore) -> None:
     store.claim([key(name) for name in ("ended", "live")], "a", 30)
     age(file_of(root, key("ended")), 31)
     (root / "claims" / f".{key().digest}.tmp").symlink_to("left by a crash")
     (root / "claims" / "README").write_text("not a claim")
-    monkeypatch.setattr(tree, "STAGING_S", -1)
     store.evict()
 
     assert names(root) == {key("live").digest, "README"}
 
 
-def test_a_claimer_killed_at_any_instruction_blocks_no_other(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tree, "STAGING_S", -1)
+@pytest.mark.usefixtures("staging_is_old")
+def test_a_claimer_killed_at_any_instruction_blocks_no_other(root: Path) -> None:
     chance = random.Random(1)  # noqa: S311
 
     def claim_again_and_again() -> None:
@@ -209,11 +193,8 @@ def test_claims_that_cannot_be_written_are_unavailable(
     root: Path, store: SharedDiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.claim([key("held")], "a", 30)
-
-    def full(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "symlink", full)
+    full = OSError(28, "No space left on device")
+    monkeypatch.setattr(os, "symlink", Mock(side_effect=full))
     with pytest.raises(StoreUnavailable, match="No space"):
         store.claim([key()], "a", 30)
     assert names(root) == {key("held").digest}

@@ -169,11 +169,11 @@ def test_name_that_a_killed_writer_gave_a_replacement_is_removed(
 @pytest.mark.full
 @pytest.mark.fault(23)
 @pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.usefixtures("staging_is_old")
 def test_process_that_dies_before_any_call_leaves_no_wrong_byte_and_no_charge(
-    root: Path, monkeypatch: pytest.MonkeyPatch, operation: str
+    root: Path, operation: str
 ) -> None:
     """The store is nearly full, so that a put evicts; two entries have expired."""
-    monkeypatch.setattr(tree, "STAGING_S", -1)
     keys = [key(str(n)) for n in range(12)]
     died, number = True, 0
     while died:

@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from ec_store import Entry, StoreUnavailable
-from ec_store.disk import eviction_policy, housekeeping, ledger
+from ec_store import StoreUnavailable
+from ec_store.disk import housekeeping, ledger
 from ec_store.disk.entry_files import EntryFiles
 from ec_store.disk.eviction_policy import EvictionCandidate, taken_bytes
 from ec_store.disk.store import SharedDiskStore
@@ -30,6 +31,7 @@ from tests.ec_store.disk.on_disk import (
     path_of,
 )
 from tests.ec_store.disk.test_ledger import charge, release, stopped
+from tests.support.once import after_next, before_next
 
 BLOCK = 4096
 
@@ -161,15 +163,7 @@ def choosing(
     monkeypatch: pytest.MonkeyPatch, then: Callable[[Sequence[EvictionCandidate]], None]
 ) -> None:
     """Call `then` once, after victims are chosen and before any is removed."""
-    choose = eviction_policy.choose_victims
-
-    def chosen(sample: Sequence[EvictionCandidate], **more: Any) -> list[EvictionCandidate]:
-        monkeypatch.setattr(housekeeping, "choose_victims", choose)
-        going = choose(sample, **more)
-        then(going)
-        return going
-
-    monkeypatch.setattr(housekeeping, "choose_victims", chosen)
+    after_next(monkeypatch, housekeeping, "choose_victims", then)
 
 
 def test_entry_read_after_its_selection_is_not_evicted(
@@ -198,16 +192,14 @@ def test_entry_that_replaced_a_corrupt_one_is_not_removed(
     with opened(root) as store, opened(root) as other:
         store.put(key(), sized(100, 1))
         path_of(root, key()).write_bytes(b"no entry")
-        load = EntryFiles.load
-
-        def late(*args: Any) -> Entry:
-            other.put(key(), sized(100, 2), replace=True)
-            return load(*args)
-
-        monkeypatch.setattr(EntryFiles, "load", late)
+        before_next(
+            monkeypatch,
+            EntryFiles,
+            "load",
+            lambda: other.put(key(), sized(100, 2), replace=True),
+        )
 
         assert store.get(key()) is None
-        monkeypatch.undo()
         assert store.stats().corrupt == 0
         found = other.get(key())
         assert found is not None
@@ -389,14 +381,11 @@ def test_store_is_full_of_entries_that_this_process_may_not_remove(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The entries are in folders of another user; the writer does not wait for other evictors."""
-
-    def denied(*_: object) -> int:
-        raise PermissionError(errno.EACCES, "denied")
-
     pauses: list[float] = []
     monkeypatch.setattr(time, "sleep", pauses.append)
     with opened(root, f"max_bytes={10 * BLOCK}") as store:
         fill_ten(store, root)
+        denied = Mock(side_effect=PermissionError(errno.EACCES, "denied"))
         monkeypatch.setattr(ledger, "remove_locked", denied)
         with pytest.raises(StoreUnavailable, match="none of its entries can be evicted"):
             store.put(key("next"), sized(100))

@@ -1,9 +1,7 @@
 """Leases of a shared directory, and evictors beside them."""
 
 import time
-from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,10 +17,10 @@ from ec_store.disk.leases import (
     leased_digests,
     sweep_leases,
 )
-from ec_store.disk.lock import try_lock
 from ec_store.disk.store import SharedDiskStore
 from tests.ec_store.contract import another_release, assert_same, entry, key, sized
 from tests.ec_store.disk.on_disk import age, entries_bytes, files, opened, path_of
+from tests.support.once import after_next, before_next
 
 HOUR = 3600.0
 
@@ -95,19 +93,15 @@ def test_leased_entries_are_counted_once_until_their_last_lease_ends(root: Path)
 def test_a_lease_that_comes_while_its_entry_is_evicted_keeps_it(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-
-    def lease_at_once(folder: Folder, digests: Collection[str], now_s: float) -> set[str]:
-        leased = leased_digests(folder, digests, now_s)
-        monkeypatch.undo()
+    def lease(_: object) -> None:
         assert other.lease([key("leased")], 60)[0] is not None
-        return leased
 
     with opened(root) as store, opened(root) as other:
         for name in ("leased", "old"):
             store.put(key(name), entry())
             age(path_of(root, key(name)), HOUR)
         store.configure(max_bytes=1)
-        monkeypatch.setattr(housekeeping, "leased_digests", lease_at_once)
+        after_next(monkeypatch, housekeeping, "leased_digests", lease)
 
         assert store.evict() == 1
         assert_same(entry(), other.get(key("leased")))
@@ -126,16 +120,14 @@ def leases_are_no_uses(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_evictor_looks_for_leases_again_after_it_has_locked_its_victims(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def lease_first(fd: int) -> bool:
-        monkeypatch.setattr(housekeeping, "try_lock", try_lock)
+    def lease() -> None:
         assert other.lease([key("leased")], 60)[0] is not None
-        return try_lock(fd)
 
     with opened(root) as store, opened(root) as other:
         for name in ("leased", "old"):
             store.put(key(name), entry())
         store.configure(max_bytes=1)
-        monkeypatch.setattr(housekeeping, "try_lock", lease_first)
+        before_next(monkeypatch, housekeeping, "try_lock", lease)
 
         assert store.evict() == 1
         assert_same(entry(), other.get(key("leased")))
@@ -147,14 +139,13 @@ def test_evictor_looks_for_leases_again_after_it_has_locked_its_victims(
 def test_lease_of_an_entry_that_is_evicted_meanwhile_is_a_miss(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def evict_first(fd: int, *, shared: bool) -> bool:
+    def evict() -> None:
         assert other.evict() == 1
-        return try_lock(fd, shared=shared)
 
     with opened(root) as store, opened(root) as other:
         store.put(key(), entry())
         other.configure(max_bytes=1)
-        monkeypatch.setattr(disk_store, "try_lock", evict_first)
+        before_next(monkeypatch, disk_store, "try_lock", evict)
 
         assert store.lease([key()], 60) == [None]
         assert store.get(key()) is None
@@ -165,14 +156,13 @@ def test_lease_of_an_entry_that_is_evicted_meanwhile_is_a_miss(
 def test_entry_that_is_being_leased_is_not_evicted(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def evict_before(*lease: Any) -> None:
+    def evict() -> None:
         assert other.evict() == 0
-        add_lease(*lease)
 
     with opened(root) as store, opened(root) as other:
         store.put(key(), entry())
         other.configure(max_bytes=1)
-        monkeypatch.setattr(disk_store, "add_lease", evict_before)
+        before_next(monkeypatch, disk_store, "add_lease", evict)
 
         assert store.lease([key()], 60)[0] is not None
         assert store.get(key()) is not None
@@ -182,16 +172,13 @@ def test_entry_that_is_being_leased_is_not_evicted(
 def test_entry_that_is_being_evicted_is_not_leased(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    remove = ledger.remove_locked
-
-    def lease_before(*args: Any) -> int:
+    def lease() -> None:
         assert other.lease([key()], 60) == [None]
-        return remove(*args)
 
     with opened(root) as store, opened(root) as other:
         store.put(key(), entry())
         store.configure(max_bytes=1)
-        monkeypatch.setattr(ledger, "remove_locked", lease_before)
+        before_next(monkeypatch, ledger, "remove_locked", lease)
 
         assert store.evict() == 1
 

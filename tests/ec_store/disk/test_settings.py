@@ -24,6 +24,7 @@ from ec_store.disk.config import (
 from tests.ec_store.contract import assert_same, entry, key, sized
 from tests.ec_store.disk.on_disk import opened
 from tests.small_disk import small_disk
+from tests.support.once import after_next
 
 DAY_S = 86400.0
 STRANGER = 54321
@@ -142,12 +143,12 @@ def test_a_store_without_settings_is_adopted(root: Path) -> None:
 def test_settings_of_the_first_creator_of_a_store_apply_to_both(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def late(folder: object) -> StoreSettings | None:
-        monkeypatch.undo()
-        opened(root, "max_bytes=1GiB").close()
-        return None
-
-    monkeypatch.setattr(opening, "read_settings", late)
+    after_next(
+        monkeypatch,
+        opening,
+        "read_settings",
+        lambda _: opened(root, "max_bytes=1GiB").close(),
+    )
     with opened(root, "max_bytes=2GiB") as second:
         assert second.settings.max_bytes == 2**30
     assert held(root).max_bytes == 2**30

@@ -5,6 +5,7 @@ import time
 from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -99,11 +100,7 @@ def test_after_an_exception_media_are_encoded_locally_or_the_request_fails(
     vllm: Any, connect: Connect, monkeypatch: pytest.MonkeyPatch, media: bool
 ) -> None:
     connector = connect()
-
-    def acquire(*_: object, **__: object) -> None:
-        raise KeyError("bug")
-
-    monkeypatch.setattr(Fetcher, "acquire", acquire)
+    monkeypatch.setattr(Fetcher, "acquire", Mock(side_effect=KeyError("bug")))
     request = vllm.request(vllm.feature("a", media=media))
 
     assert connector.ensure_cache_available(request, 0) == media
@@ -120,11 +117,7 @@ def test_an_exception_fails_a_request_if_its_item_is_held_for_another(
     connector = connect()
     put(connector, url, "a", vllm.entry())
     ask(connector, vllm, "held", vllm.feature("a", media=False))
-
-    def acquire(*_: object, **__: object) -> None:
-        raise KeyError("bug")
-
-    monkeypatch.setattr(Fetcher, "acquire", acquire)
+    monkeypatch.setattr(Fetcher, "acquire", Mock(side_effect=KeyError("bug")))
     request = vllm.request(vllm.feature("a", tokens=9))
     assert not connector.ensure_cache_available(request, 0)
     assert connector.take_unavailable_requests() == {"r"}
@@ -134,10 +127,7 @@ def test_a_persistent_exception_fails_the_request(
     vllm: Any, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     connector = connect()
-
-    def has_media(*_: object) -> None:
-        raise KeyError("bug")
-
+    has_media = Mock(side_effect=KeyError("bug"))
     monkeypatch.setattr(type(connector._consumer), "_has_media", has_media)  # noqa: SLF001
     request = vllm.request(vllm.feature("missing"))
     assert settle(connector, request) == {"r"}
@@ -302,10 +292,8 @@ def test_each_step_starts_the_registration_of_the_namespace_unless_it_runs(
 def test_requests_are_served_if_the_store_rejects_names(
     vllm: Any, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def register_namespace(*_: object) -> None:
-        raise StoreUnavailable("read-only")
-
-    monkeypatch.setattr(SharedDiskStore, "register_namespace", register_namespace)
+    refused = Mock(side_effect=StoreUnavailable("read-only"))
+    monkeypatch.setattr(SharedDiskStore, "register_namespace", refused)
     assert settle(connect(), vllm.request(vllm.feature("a"))) == set()
 
 
