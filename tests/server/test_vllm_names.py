@@ -21,6 +21,8 @@ from epd.errors import BadRequest
 from epd.server.app import ROUTES
 from tests.paths import ROOT
 
+pytestmark = pytest.mark.full
+
 LONE = rb'{"model": "m", "messages": [{"role": "user", "content": "a\ud83d"}]}'
 """Chat with half of a surrogate pair, as in a string that was cut inside an emoji."""
 

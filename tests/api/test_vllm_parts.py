@@ -27,6 +27,8 @@ from epd.api.messages import BLOCKS
 from epd.errors import BadRequest
 from epd.media.parts import Known, source
 
+pytestmark = pytest.mark.full
+
 CHAT, RESPONSES, MESSAGES = (
     ENDPOINTS[f"/v1/{name}"] for name in ("chat/completions", "responses", "messages")
 )

@@ -15,6 +15,8 @@ from epd.transfer.kv import Handover
 from epd.transfer.mooncake import Mooncake
 from epd.transfer.nixl import NixlPush
 
+pytestmark = pytest.mark.full
+
 CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.v1"
 PREFILL = Instance(Role.PREFILL, "http://p:8000")
 HANDOVER = Handover("r:1:ab", PREFILL)

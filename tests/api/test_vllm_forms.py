@@ -16,6 +16,8 @@ from epd.api.endpoints import ENDPOINTS
 from epd.api.passthrough import FIELDS
 from epd.errors import ProxyError
 
+pytestmark = pytest.mark.full
+
 AUDIO = ENDPOINTS["/v1/audio/transcriptions"]
 RESERVED = ("kv_transfer_params", "ec_transfer_params")
 KIND = "multipart/form-data; boundary=b"
