@@ -101,16 +101,6 @@ def is_killed(step: int, name: str, store: ArenaStore) -> bool:
     return code != 0
 
 
-def put_kept(store: ArenaStore) -> None:
-    for n, each in enumerate(KEPT):
-        store.put(each, sized(50_000, n))
-
-
-def check_kept(store: ArenaStore) -> None:
-    for n, each in enumerate(KEPT):
-        assert_same(sized(50_000, n), store.get(each))
-
-
 @pytest.mark.fault(124)
 @pytest.mark.fault(125)
 @pytest.mark.parametrize("name", OPERATIONS)
