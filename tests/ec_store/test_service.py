@@ -250,27 +250,30 @@ async def test_health_fails_while_maintenance_fails_or_hangs(
 
 
 @pytest.mark.parametrize(
-    ("host", "key", "warned"),
+    ("bound", "warned"),
     [
-        ("127.0.0.1", "", False),
-        ("localhost", "", False),
-        ("::1", "", False),
-        ("0.0.0.0", "", True),  # noqa: S104 - it is not bound
-        ("store.example", "", True),
-        ("0.0.0.0", "secret", False),  # noqa: S104 - it is not bound
+        (("127.0.0.1", ""), False),
+        (("localhost", ""), False),
+        (("::1", ""), False),
+        (("0.0.0.0", ""), True),  # noqa: S104 - it is not bound
+        (("store.example", ""), True),
+        (("0.0.0.0", "secret"), False),  # noqa: S104 - it is not bound
     ],
 )
 def test_serve_warns_of_an_open_address_without_a_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str, key: str, warned: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    bound: tuple[str, str],
+    warned: bool,
 ) -> None:
-    printed: list[str] = []
+    host, key = bound
     monkeypatch.setattr(web, "run_app", lambda *_, **__: None)
-    monkeypatch.setattr("builtins.print", lambda text, **_: printed.append(text))
     monkeypatch.setenv("EC_STORE_API_KEY", key)
     with pytest.raises(SystemExit):
         main(["serve", f"file://{tmp_path}/store", "--host", host])
 
-    assert ("EC_STORE_API_KEY" in "".join(printed)) is warned
+    assert ("EC_STORE_API_KEY" in capsys.readouterr().err) is warned
 
 
 async def test_figures_over_http(client: TestClient[Any, Any], url: str) -> None:

@@ -27,6 +27,7 @@ from ec_store.redis.url import redis_options
 from ec_store.redis.write_permits import LARGE_BYTES
 from ec_store.service import create_app
 from tests.ec_store.contract import assert_same, key, sized
+from tests.support.once import after_next
 from tests.support.redis_server import RedisServer
 
 MIB = 2**20
@@ -408,14 +409,8 @@ def test_a_leased_entry_evicted_by_redis_is_a_miss(
 ) -> None:
     store.put(key(), sized(10))
     client.pexpire(name_of(key()), 100_000)
-    infos = RedisEntries.parse_infos
-
-    def evicted(self: RedisEntries, *arguments: Any) -> Any:
-        found = infos(self, *arguments)
-        client.delete(name_of(key()))
-        return found
-
-    monkeypatch.setattr(RedisEntries, "parse_infos", evicted)
+    name = name_of(key())
+    after_next(monkeypatch, RedisEntries, "parse_infos", lambda _: client.delete(name))
 
     assert store.lease([key()], 5) == [None]
 

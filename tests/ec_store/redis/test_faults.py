@@ -42,7 +42,7 @@ def own_server(tmp_path: Path) -> Iterator[RedisServer]:
 
 @pytest.mark.fault(18)
 def test_redis_without_memory_pauses_writes_and_serves_reads(
-    own_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+    own_server: RedisServer,
 ) -> None:
     client: Any = own_server.client
     with RedisStore.from_url(own_server.url()) as store:
@@ -59,7 +59,7 @@ def test_redis_without_memory_pauses_writes_and_serves_reads(
         assert store.stats().drops == 2
 
         client.config_set("maxmemory", 0)
-        monkeypatch.setattr(store, "_writes_off_until", 0.0)
+        store._writes_off_until = 0.0  # noqa: SLF001 - five seconds have passed
         assert store.put(key("new"), sized(8 * MIB)) is True
 
 

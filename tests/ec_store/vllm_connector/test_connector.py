@@ -95,12 +95,16 @@ def test_a_corrupt_entry_is_a_miss_and_counted(
     assert (figures["misses"], figures["corrupt"]) == (1, 1)
 
 
+def break_fetcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Fetcher, "acquire", Mock(side_effect=KeyError("bug")))
+
+
 @pytest.mark.parametrize("media", [True, False])
 def test_after_an_exception_media_are_encoded_locally_or_the_request_fails(
     vllm: Any, connect: Connect, monkeypatch: pytest.MonkeyPatch, media: bool
 ) -> None:
     connector = connect()
-    monkeypatch.setattr(Fetcher, "acquire", Mock(side_effect=KeyError("bug")))
+    break_fetcher(monkeypatch)
     request = vllm.request(vllm.feature("a", media=media))
 
     assert connector.ensure_cache_available(request, 0) == media
@@ -117,7 +121,7 @@ def test_an_exception_fails_a_request_if_its_item_is_held_for_another(
     connector = connect()
     put(connector, url, "a", vllm.entry())
     ask(connector, vllm, "held", vllm.feature("a", media=False))
-    monkeypatch.setattr(Fetcher, "acquire", Mock(side_effect=KeyError("bug")))
+    break_fetcher(monkeypatch)
     request = vllm.request(vllm.feature("a", tokens=9))
     assert not connector.ensure_cache_available(request, 0)
     assert connector.take_unavailable_requests() == {"r"}
@@ -223,14 +227,20 @@ def test_transfer_parameters_of_any_type_are_tolerated(
     assert counted(connector).get("exceptions", 0) == 0
 
 
+@pytest.fixture
+def hung(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Let reads of a directory hang until the event is set."""
+    go = threading.Event()
+    monkeypatch.setattr(SharedDiskStore, "get", lambda *_: go.wait(30) and None)
+    return go
+
+
 @pytest.mark.fault(16)
 @pytest.mark.fault(25)
 def test_a_store_that_hangs_holds_no_call_up(
-    vllm: Any, connect: Connect, monkeypatch: pytest.MonkeyPatch
+    vllm: Any, connect: Connect, hung: threading.Event
 ) -> None:
     connector = connect(timeout_s=0.2)
-    go = threading.Event()
-    monkeypatch.setattr(type(connector._store), "get", lambda *_: go.wait(30) and None)  # noqa: SLF001
     request = vllm.request(*(vllm.feature(str(n), offset=4 * n) for n in range(8)))
     try:
         started = time.monotonic()
@@ -239,7 +249,7 @@ def test_a_store_that_hangs_holds_no_call_up(
         # Eight hanging gets would take a minute on four threads.
         assert time.monotonic() - started < 15
     finally:
-        go.set()
+        hung.set()
     figures = counted(connector)
     assert (figures["timeouts"], figures["bypassed"]) == (4, 4)
 
@@ -492,11 +502,9 @@ def test_a_request_that_encodes_its_item_does_not_keep_others_from_its_entry(
 
 
 def test_entries_of_an_aborted_request_are_forgotten(
-    vllm: Any, connect: Connect, monkeypatch: pytest.MonkeyPatch
+    vllm: Any, connect: Connect, hung: threading.Event
 ) -> None:
     connector = connect()
-    go = threading.Event()
-    monkeypatch.setattr(type(connector._store), "get", lambda *_: go.wait(30) and None)  # noqa: SLF001
     memory = connector._fetcher._memory  # noqa: SLF001
     first, second = vllm.request(vllm.feature("a")), vllm.request(vllm.feature("a"))
     second.request_id = "second"
@@ -507,7 +515,7 @@ def test_entries_of_an_aborted_request_are_forgotten(
     assert memory.is_pinned("a")
     connector.request_finished(second)
     assert not memory.is_pinned("a")
-    go.set()
+    hung.set()
 
 
 def test_a_failed_request_is_counted_once_and_looks_up_nothing_more(
