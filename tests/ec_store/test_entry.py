@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ec_store import CorruptEntry, Entry, EntryKey
-from ec_store import entry as entry_module
 from ec_store.entry import ITEM_BYTES, checksum, decode, encode_header, payload_bytes, read_header
 from ec_store.errors import OtherFormat
+from tests.ec_store.contract import another_release
 from tests.ec_store.entries import entry
 from tests.examples import scaled
 
@@ -192,13 +192,10 @@ def test_any_value_in_a_consistent_header_is_corrupt_or_a_valid_entry(header: by
 
 
 @pytest.mark.fault(93)
-def test_only_a_header_of_another_format_is_of_another_format(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_only_a_header_of_another_format_is_of_another_format() -> None:
     mine = blob()
-    monkeypatch.setattr(entry_module, "FORMAT", "ec_store/12")
-    other = blob()
-    monkeypatch.undo()
+    with another_release("ec_store/12"):
+        other = blob()
     with pytest.raises(OtherFormat, match="ec_store/12"):
         decode(KEY, memoryview(other))
     for changed in (

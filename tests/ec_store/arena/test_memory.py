@@ -180,10 +180,9 @@ def test_an_allocation_ends_when_others_take_the_memory_meanwhile(
     needs_more = OSError(errno.ENOMEM, "it needs more")
     rooms = [None, None, None, needs_more]  # before all, and before each step
     monkeypatch.setattr(memory, "check_room", Mock(side_effect=rooms))
-    monkeypatch.setattr(memory, "STEP_BYTES", MIB)
     before = os.listdir("/proc/self/fd")  # noqa: PTH208
     with pytest.raises(OSError, match="it needs more"):
-        create_memory(4 * MIB + 4096)
+        create_memory(4 * MIB + 4096, step_bytes=MIB)
 
     assert os.listdir("/proc/self/fd") == before  # noqa: PTH208
 
@@ -246,10 +245,10 @@ def test_a_memory_has_huge_pages_where_the_kernel_gives_them_soon(
     monkeypatch: pytest.MonkeyPatch, refused: int | None, slow_s: float, pages: str
 ) -> None:
     monkeypatch.setattr(memory, "_madvise", lambda *call: -(call[2] == refused))
-    monkeypatch.setattr(memory, "STEP_BYTES", 2 * MIB)
     monkeypatch.setattr(memory, "HUGE_STEP_S", slow_s)
 
-    created = create_memory(8 * MIB - 4096)  # no multiple of 2 MiB: none is reserved for it
+    # No multiple of 2 MiB: none is reserved for it.
+    created = create_memory(8 * MIB - 4096, step_bytes=2 * MIB)
     try:
         assert created.pages == pages
         assert os.fstat(created.fd).st_blocks * 512 == created.size_bytes
