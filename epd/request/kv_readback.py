@@ -22,7 +22,7 @@ from epd.routing.health import HealthState
 from epd.routing.instances import ANSWERING, Instance
 from epd.routing.table import InstanceTable
 from epd.transfer import Params
-from epd.transfer.encoded import EncodedItem
+from epd.transfer.encoded import EncodedItem, Prompt
 from epd.transfer.kv import Handover, KVTransfer
 from epd.transfer.nixl import engine_of, shorten_params
 
@@ -88,7 +88,7 @@ class Readbacks:
         await self._conversations.begin_turn(turn, usable)
 
     async def previous_params(
-        self, request: Request, turn: Turn, attempt: Attempt, prefill: Instance
+        self, request: Request, turn: Turn, attempt: Attempt, prompt: Prompt, prefill: Instance
     ) -> Params | None:
         """Return `kv_transfer_params` of the previous turn; None if this prefill can use none.
 
@@ -98,7 +98,7 @@ class Readbacks:
         if not self._transfer.bidirectional:
             return None
         blocks, turn.blocks = turn.blocks, None
-        question = prompt_of(attempt.prompt.body, request.endpoint.tokenized)
+        question = prompt_of(prompt.body, request.endpoint.tokenized)
         turn.basis = None if question is None else _basis(question, attempt.encoded_items or ())
         if blocks is None:
             return None

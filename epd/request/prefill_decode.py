@@ -3,27 +3,29 @@
 import asyncio
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from epd.aio import end_tasks, errors_of
 from epd.api.usage import Usage
 from epd.conversations.turn import Turn
 from epd.encoder_cache.claims import MakerClaims
-from epd.errors import ProxyError, Stage, SuspectedFatal, UpstreamDied, slug_of
+from epd.errors import ProxyError, SuspectedFatal, UpstreamDied, slug_of
 from epd.request.choices import Choices
 from epd.request.kv_peers import PeerRegistry
 from epd.request.kv_readback import Readbacks
 from epd.request.recovery import Attempt
+from epd.request.releases import Releases
 from epd.request.request import Request
-from epd.request.stages import Stages
+from epd.request.stages import Stages, wait_beginning
 from epd.routing.fatal import FatalRequests
 from epd.routing.instances import Instance
 from epd.routing.prefix import NO_PREFIX, Prefix
 from epd.routing.table import NO_WORK, InFlight, InstanceTable, Reservation
 from epd.routing.watched import Watched
 from epd.transfer import with_params
-from epd.transfer.kv import Handover, KVTransfer
+from epd.transfer.encoded import Prompt
+from epd.transfer.kv import Handover, KVTransfer, Prefilled
 from epd.upstream import Reply
 
 if TYPE_CHECKING:
@@ -51,7 +53,7 @@ class DecodeAnswer:
         span: span of the request to decode, until the answer has been relayed; None without
             tracing.
         turn: the conversation turn; None for a request outside a conversation.
-        usage: prefill's numbers for the client's answer; None if decode prefilled.
+        usage: prefill's numbers for the client's answer; empty if decode prefilled.
         engine_died: whether the stream reported the death of its engine.
         claims: claims of the entries that decode is writing; None for none.
     """
@@ -59,7 +61,7 @@ class DecodeAnswer:
     reply: Reply
     span: "Span | None"
     turn: Turn | None
-    usage: Usage | None
+    usage: Usage
     _using: InFlight
     _fatal: FatalRequests
     _watched: Watched
@@ -100,6 +102,7 @@ class PrefillDecodeStages:
     _transfer: KVTransfer
     _peers: PeerRegistry | None
     _readbacks: Readbacks
+    _releases: Releases
     _fatal: FatalRequests
 
     async def choose_first(self, request: Request, attempt: Attempt, prefix: Prefix) -> Reservation:
@@ -116,143 +119,191 @@ class PrefillDecodeStages:
         instance = self._choices.choose_decode(request, attempt, prefix)
         return self._table.reserve_place(instance, prefix=_for_decode(request, prefix))
 
-    async def prepare(self, request: Request, attempt: Attempt, handover: Handover) -> bool:
-        """Collect what prefill and decode need to know of each other.
+    async def prepare(
+        self, request: Request, attempt: Attempt, prompt: Prompt, first: Reservation
+    ) -> Handover:
+        """Return what prefill and decode need to know of each other.
 
-        Return whether they run at the same time.
+        Decode is chosen now if prefill has to know it.
 
         Raises:
             ProxyError: no instance is available, or a request to one failed.
         """
+        prefill, transfer, peers, earlier = first.instance, self._transfer, self._peers, None
+        request_id = request.child_id() if attempt.resent else request.id
         if request.turn is not None:
             try:
-                handover.earlier = await self._readbacks.previous_params(
-                    request, request.turn, attempt, handover.prefill
+                earlier = await self._readbacks.previous_params(
+                    request, request.turn, attempt, prompt, prefill
                 )
             except UpstreamDied as error:
-                raise self._final_error(request, attempt, handover.prefill, error) from (
-                    error.__cause__
-                )
-        if self._transfer.eager:
-            handover.decode = self._choices.choose_decode(
-                request, attempt, attempt.prompt.prefix, handover.prefill
-            )
-        if self._peers is not None:
-            handover.peer = await self._peers.params_for(handover)
-        return self._transfer.decode_concurrent(handover)
+                raise self._final_error(request, attempt, prefill, error) from error.__cause__
+        decode = None
+        if transfer.eager:
+            decode = self._choices.choose_decode(request, attempt, prompt.prefix, prefill)
+        peer = None if peers is None else await peers.params_for(prefill, first.rank)
+        concurrent = transfer.decode_concurrent(peer)
+        return Handover(request_id, prefill, first.rank, decode, peer, earlier, concurrent)
 
-    async def prefill(self, request: Request, attempt: Attempt, handover: Handover) -> None:
-        """Send the request to prefill. If decode is chosen already, reserve its place.
+    async def prefill(
+        self, request: Request, attempt: Attempt, prompt: Prompt, handover: Handover
+    ) -> Prefilled:
+        """Return prefill's result. If decode is chosen already, reserve its place meanwhile.
 
         Raises:
             ProxyError: the instance failed, or rejected the request.
         """
         decode = handover.decode
-        with nullcontext() if decode is None else self._table.reserve_place(decode):
-            await self._prefill(request, attempt, handover)
-        handover.prefilled = True
-
-    async def decode(
-        self, request: Request, attempt: Attempt, instance: Instance, rank: int | None = None
-    ) -> DecodeAnswer:
-        """Return decode's answer, opened. Without a handover, decode prefills the request.
-
-        Raises:
-            ProxyError: the instance failed, or rejected the request.
-        """
-        prompt, handover = attempt.prompt, attempt.handover
-        work, prefill = prompt.work, None
-        if handover is not None:
-            work, prefill = NO_WORK, handover.prefill
-            body = with_params(prompt.body, handover.params)
-            if handover.prefilled and request.turn is not None and request.endpoint.tokenized:
-                body = request.turn.with_tokens(body)
-            prompt = prompt._replace(body=body)
         using = self._table.track_request(
-            instance, rank=rank, prefix=_for_decode(request, prompt.prefix), work=work
-        ).begin_request()
-        if handover is None:
-            request.record.add_prefix(using.matched)
-        try:
-            reply, span = await self._stages.decode(instance, prompt, request, using.rank, handover)
-        except BaseException as error:
-            using.end_request(error)
-            if not isinstance(error, ProxyError):
-                raise
-            loads = _may_lack_state("decode", attempt, loads_blocks=handover is not None)
-            names = prompt.named and handover is None
-            request.doubts.add(error, using, loads=loads, names=names)
-            if handover is not None:
-                self._forget_peer(handover, error)
-            raise self._final_error(request, attempt, instance, error) from error.__cause__
-        using.record_answer()
-        request.doubts.settle(instance)
-        if request.turn is not None:
-            request.turn.decode = instance.url
-            request.turn.prefill = None if prefill is None else prefill.url
-        return DecodeAnswer(
-            reply,
-            span,
-            request.turn,
-            None if handover is None else handover.usage,
-            using,
-            self._fatal,
-            request.watched,
-            attempt.local_identities,
-        )
-
-    async def prefill_and_decode(
-        self, request: Request, attempt: Attempt, decode: Instance, handover: Handover
-    ) -> DecodeAnswer:
-        """Decode while prefill runs. Decode's head may precede its tokens by a long time.
-
-        Raises:
-            ProxyError: the first failure of the two.
-        """
-        handover.params = self._transfer.decode_params(handover, {})
-        prefilling = asyncio.create_task(self._prefill(request, attempt, handover))
-        decoding = asyncio.create_task(self.decode(request, attempt, decode))
-        try:
-            await wait_both(prefilling, decoding)
-        except BaseException as error:
-            handover.prefilled = isinstance(error, ProxyError) and _has_result(prefilling)
-            if _has_result(decoding):  # the instance of an abandoned answer is not blamed
-                decoding.result().close(asyncio.CancelledError())
-            raise
-        answer = decoding.result()
-        answer.usage = handover.usage
-        return answer
-
-    async def _prefill(self, request: Request, attempt: Attempt, handover: Handover) -> None:
-        instance, prompt = handover.prefill, attempt.prompt
-        using = self._table.track_request(
-            instance,
+            handover.prefill,
             rank=handover.prefill_rank,
             prefix=_for_prefill(request, prompt.prefix),
             work=prompt.work,
         )
         reads_back = handover.earlier is not None
         try:
-            with using:
+            with using, nullcontext() if decode is None else self._table.reserve_place(decode):
                 request.record.add_prefix(using.matched)
-                replied = await self._stages.prefill(self._transfer, handover, prompt, request)
+                prefilled = await self._stages.prefill(self._transfer, handover, prompt, request)
         except ProxyError as error:
-            loads = _may_lack_state("prefill", attempt, loads_blocks=reads_back)
-            request.doubts.add(error, using, loads=loads, names=prompt.named)
-            self._forget_peer(handover, error)
+            self._forget_peer(handover.prefill, error)
             if reads_back:
                 self._readbacks.record_result(handover, error)
-            raise self._final_error(request, attempt, instance, error) from error.__cause__
-        request.doubts.settle(instance)
+                prompt = prompt._replace(depends=True)
+            raise self._judged(request, attempt, prompt, using, error) from error.__cause__
+        request.doubts.settle(handover.prefill)
         if self._peers is not None:
-            self._peers.learn_facts(handover, replied)
+            self._peers.learn_facts(prefilled)
         if reads_back:
             self._readbacks.record_result(handover)
+        return prefilled
 
-    def _forget_peer(self, handover: Handover, error: ProxyError) -> None:
+    async def decode(  # noqa: PLR0913, PLR0917 - the parts of an attempt
+        self,
+        request: Request,
+        attempt: Attempt,
+        prompt: Prompt,
+        instance: Instance,
+        rank: int | None = None,
+        prefilled: Prefilled | None = None,
+        prefilling: asyncio.Task[Prefilled] | None = None,
+    ) -> DecodeAnswer:
+        """Return decode's answer, opened. Without a prefill, decode prefills the request.
+
+        `prefilling` is the prefill if it runs at the same time.
+
+        Raises:
+            ProxyError: the instance failed, or rejected the request.
+        """
+        turn, work, prefill = request.turn, prompt.work, None
+        if prefilled is not None:
+            work, prefill = NO_WORK, prefilled.handover.prefill
+            body = with_params(prompt.body, prefilled.params)
+            if turn is not None and prefilling is None and request.endpoint.tokenized:
+                body = turn.with_tokens(body)
+            # Decode loads blocks, and ignores the media.
+            prompt = prompt._replace(body=body, depends=True, named=False)
+        using = self._table.track_request(
+            instance, rank=rank, prefix=_for_decode(request, prompt.prefix), work=work
+        ).begin_request()
+        if prefilled is None:
+            request.record.add_prefix(using.matched)
+        try:
+            reply, span = await self._open(request, attempt, prompt, using, prefilled, prefilling)
+        except BaseException as error:
+            using.end_request(error)
+            if not isinstance(error, ProxyError):
+                raise
+            if prefill is not None:
+                self._forget_peer(prefill, error)
+            raise self._judged(request, attempt, prompt, using, error) from error.__cause__
+        using.record_answer()
+        request.doubts.settle(instance)
+        if turn is not None:
+            turn.decode = instance.url
+            turn.prefill = None if prefill is None else prefill.url
+        usage = {} if prefilled is None else prefilled.usage
+        local = attempt.local_identities
+        return DecodeAnswer(reply, span, turn, usage, using, self._fatal, request.watched, local)
+
+    async def _open(  # noqa: PLR0913, PLR0917 - the parts of an attempt
+        self,
+        request: Request,
+        attempt: Attempt,
+        prompt: Prompt,
+        using: InFlight,
+        prefilled: Prefilled | None,
+        prefilling: asyncio.Task[Prefilled] | None,
+    ) -> "tuple[Reply, Span | None]":
+        """Open decode's answer, and wait until its body has begun.
+
+        The blocks of a prefill that has ended are released unless decode accepts the request.
+
+        Raises:
+            ProxyError: the instance failed, or rejected the request.
+        """
+        instance = using.instance
+        request_id = request.id if prefilled is None else prefilled.handover.request_id
+        with request.record.time_stage("decode", instance.url) as timed:
+            try:
+                reply = await self._stages.decode(
+                    instance, prompt, request, request_id, using.rank, timed.span
+                )
+            except BaseException as error:
+                if prefilled is not None and _has_ended(prefilling, error):
+                    tried = (*attempt.avoided_decodes, instance)
+                    self._releases.release_unread(request, prompt.body, tried, error)
+                raise
+            await wait_beginning(reply, request)
+        request.record.wait_for("answer")
+        return reply, timed.span
+
+    async def prefill_and_decode(
+        self,
+        request: Request,
+        attempt: Attempt,
+        prompt: Prompt,
+        handover: Handover,
+        decode: Instance,
+    ) -> DecodeAnswer:
+        """Decode while prefill runs. Decode's head may precede its tokens by a long time.
+
+        Raises:
+            ProxyError: the first failure of the two.
+        """
+        awaited = Prefilled(handover, self._transfer.decode_params(handover, {}), {}, {})
+        prefilling = asyncio.create_task(self.prefill(request, attempt, prompt, handover))
+        decoding = asyncio.create_task(
+            self.decode(request, attempt, prompt, decode, None, awaited, prefilling)
+        )
+        try:
+            await wait_both(prefilling, decoding)
+        except BaseException:
+            if _has_result(decoding):  # the instance of an abandoned answer is not blamed
+                decoding.result().close(asyncio.CancelledError())
+            raise
+        return replace(decoding.result(), usage=prefilling.result().usage)
+
+    def _forget_peer(self, prefill: Instance, error: ProxyError) -> None:
         """Drop the facts about prefill's connector: it may have been replaced."""
         if self._peers is not None and not error.rejects_request:
-            self._peers.forget_instance(handover.prefill)
+            self._peers.forget_instance(prefill)
+
+    def _judged(
+        self,
+        request: Request,
+        attempt: Attempt,
+        prompt: Prompt,
+        using: InFlight,
+        error: ProxyError,
+    ) -> ProxyError:
+        """Return the final error of a request to an instance, after judging the instance.
+
+        Only the first 500 of a stage may mean that an entry or KV blocks are missing.
+        """
+        loads = prompt.depends and error.stage not in attempt.failures
+        request.doubts.add(error, using, loads=loads, names=prompt.named)
+        return self._final_error(request, attempt, using.instance, error)
 
     def _final_error(
         self, request: Request, attempt: Attempt, instance: Instance, error: ProxyError
@@ -270,15 +321,7 @@ def _for_decode(request: Request, prefix: Prefix) -> Prefix:
     return prefix if request.config.decode_balance == "content" else NO_PREFIX
 
 
-def _may_lack_state(stage: Stage, attempt: Attempt, *, loads_blocks: bool) -> bool:
-    """Return whether a 500 of this stage may mean that an entry or KV blocks are missing.
-
-    Only the first 500 of a stage may.
-    """
-    return (attempt.prompt.depends or loads_blocks) and stage not in attempt.failures
-
-
-async def wait_both(prefilling: asyncio.Task[None], decoding: asyncio.Task[Any]) -> None:
+async def wait_both(prefilling: asyncio.Task[Any], decoding: asyncio.Task[Any]) -> None:
     """Wait for prefill and decode of one attempt. At a failure, end the other one.
 
     If one of them dies of the request, the other may die a moment later. Its death is counted only
@@ -303,3 +346,13 @@ async def wait_both(prefilling: asyncio.Task[None], decoding: asyncio.Task[Any])
 
 def _has_result(task: asyncio.Task[Any]) -> bool:
     return task.done() and not task.cancelled() and task.exception() is None
+
+
+def _has_ended(prefilling: asyncio.Task[Any] | None, error: BaseException) -> bool:
+    """Return whether a prefill holds blocks when its decode ends in this error.
+
+    A cancellation ends a prefill in progress too, which then releases them.
+    """
+    if prefilling is None:
+        return True
+    return isinstance(error, ProxyError) and _has_result(prefilling)

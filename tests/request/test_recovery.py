@@ -1,7 +1,6 @@
 """Recovery after a failed attempt: each row of the recovery tables, and failures without a row."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -35,18 +34,16 @@ from epd.request.recovery import (
     Attempt,
     EncodeFailure,
     FailedAttempt,
+    SendForm,
     encode_delay_s,
     next_attempt,
 )
 from epd.routing.instances import Instance, Role
-from epd.routing.table import InstanceTable
 from epd.transfer.encoded import EncodedItem, OutputFacts, Prompt
-from epd.transfer.kv import Handover
 from tests.requests import image, request, text
 
 P1, P2 = (Instance(Role.PREFILL, f"http://p{number}:1") for number in (1, 2))
 D1, D2 = (Instance(Role.DECODE, f"http://d{number}:1") for number in (1, 2))
-TABLE = InstanceTable([P1, P2, D1, D2])
 
 
 def item(*, has_media: bool = True) -> MMItem:
@@ -68,17 +65,14 @@ def failure(  # noqa: PLR0913 - the parts of a failure
     **prompt: Any,
 ) -> FailedAttempt:
     """Return a failure of an attempt at P1 or D1, with an encoder output in the request."""
-    attempt = replace(attempt or Attempt(Course()))
+    attempt = attempt or Attempt(Course())
     if items is not None:
-        attempt.encoded_items = items
-    attempt.prompt = Prompt({}, depends=True, bare=(item(),))._replace(**prompt)
-    if (error.stage == "prefill" and tried is not None) or prefilled or reads_back:
-        earlier = {"remote_engine_id": "e"} if reads_back else None
-        decode = D1 if error.stage == "decode" else None
-        attempt.handover = Handover("id", P1, decode=decode, earlier=earlier)
-    elif tried is not None:
-        attempt.first = TABLE.reserve_place(D1)
-    return FailedAttempt(attempt, error, others, local)
+        attempt = attempt._replace(encoded_items=items)
+    sent = Prompt({}, depends=True, bare=(item(),))._replace(**prompt)
+    at_prefill = error.stage == "prefill" and tried is not None
+    prefill = P1 if at_prefill or prefilled or reads_back else None
+    decode = D1 if error.stage != "prefill" and tried is not None else None
+    return FailedAttempt(attempt, error, sent, prefill, decode, reads_back, others, local)
 
 
 def failed(stage: Stage, answered: int | None = None) -> UpstreamFailed:
@@ -118,7 +112,7 @@ ROWS: list[tuple[int, FailedAttempt, dict[str, Any]]] = [
             attempt=Attempt(Course(), failures=("decode",)),
         ),
         {
-            "unnamed": True,
+            "form": SendForm.UNNAMED,
             "avoided_decodes": (D1,),
             "failures": ("decode", "decode"),
         },
@@ -126,12 +120,12 @@ ROWS: list[tuple[int, FailedAttempt, dict[str, Any]]] = [
     (
         4,
         failure(failed("prefill", 500), depends=False, named=True),
-        {"unnamed": True, "failures": ("prefill",)},
+        {"form": SendForm.UNNAMED, "failures": ("prefill",)},
     ),
     (
         2,
         failure(rejected(400)),
-        {"raw": True, "avoided_decodes": (D1,)},
+        {"form": SendForm.MEDIA, "avoided_decodes": (D1,)},
     ),
     (
         3,
@@ -276,10 +270,12 @@ def test_a_row_makes_the_next_attempt(
     attempt = next_attempt(case)
 
     # An attempt keeps the fields of the one before, but for those named here.
-    unsaid: dict[str, Any] = {"encoded_items": None} if changes.get("reencode") else {}
-    if case.attempt.handover is not None:
+    unsaid: dict[str, Any] = {}
+    if changes.get("reencode"):
+        unsaid = {"encoded_items": None, "form": SendForm.MEDIA}
+    if case.prefill is not None:
         unsaid |= {"avoided_prefills": (P1,), "resent": True}
-    assert attempt == replace(case.attempt, **unsaid | changes)
+    assert attempt == case.attempt._replace(**unsaid | changes)
 
 
 def test_decode_prefills_before_unreachable_instances_use_up_all_attempts() -> None:
@@ -314,20 +310,20 @@ def test_every_row_has_a_case() -> None:
         ),
         failure(unreachable("decode"), others=False),
         failure(unreachable("decode"), others=False, prefilled=True),
-        failure(unreachable("decode"), others=False, attempt=replace(DOUBTFUL, doubtful=D1)),
+        failure(unreachable("decode"), others=False, attempt=DOUBTFUL._replace(doubtful=D1)),
         failure(UpstreamTimeout("x", stage="decode"), attempt=DOUBTFUL),
-        failure(rejected(500), attempt=replace(DOUBTFUL, reencode=True)),
+        failure(rejected(500), attempt=DOUBTFUL._replace(reencode=True)),
         failure(
             failed("prefill", 500),
             others=False,
             local=False,
-            attempt=replace(DOUBTFUL_PREFILL, reencode=True),
+            attempt=DOUBTFUL_PREFILL._replace(reencode=True),
         ),
         failure(
             failed("prefill"),
             others=False,
             local=False,
-            attempt=replace(DOUBTFUL_PREFILL, doubtful=P1),
+            attempt=DOUBTFUL_PREFILL._replace(doubtful=P1),
         ),
         failure(
             UpstreamDenied("x", stage="prefill"),
@@ -349,14 +345,13 @@ def test_every_row_has_a_case() -> None:
             depends=False,
             attempt=Attempt(Course(), failures=("decode",)),
         ),
-        failure(rejected(400), attempt=Attempt(Course(), raw=True)),
-        failure(rejected(400), attempt=Attempt(Course(), reencode=True)),
+        failure(rejected(400), attempt=Attempt(Course(), form=SendForm.MEDIA)),
         failure(rejected(400), bare=()),
         failure(
             rejected(500),
             depends=False,
             named=True,
-            attempt=replace(DOUBTFUL, unnamed=True, doubtful=D1),
+            attempt=DOUBTFUL._replace(form=SendForm.UNNAMED, doubtful=D1),
         ),
         failure(rejected(500), depends=False, others=False),
         failure(rejected(500), attempt=Attempt(Course(), reencode=True, failures=("decode",))),
@@ -400,7 +395,7 @@ STAGES: tuple[Stage, ...] = ("prefill", "decode")
 ERRORS = [make(stage) for stage in STAGES for make in MAKERS]
 
 
-FLAGS = ("resent", "reencode", "raw", "unnamed", "without_prefill")
+FLAGS = ("resent", "reencode", "form", "without_prefill")
 
 
 class LongestCourse:
@@ -443,7 +438,7 @@ class LongestCourse:
                 error,
                 attempt=attempt,
                 depends=depends,
-                named=not (depends or attempt.unnamed),
+                named=not (depends or attempt.form is SendForm.UNNAMED),
                 reads_back=not attempt.resent,  # a turn leaves its blocks to one attempt
                 others=self._others,
                 local=self._local,
