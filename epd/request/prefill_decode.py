@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from epd.aio import end_tasks, errors_of
 from epd.api.usage import Usage
-from epd.conversations.turn import Turn
+from epd.conversations.turn import AnsweredTurn
 from epd.encoder_cache.claims import MakerClaims
 from epd.errors import ProxyError, SuspectedFatal, UpstreamDied, slug_of
 from epd.request.choices import Choices
@@ -60,7 +60,7 @@ class DecodeAnswer:
 
     reply: Reply
     span: "Span | None"
-    turn: Turn | None
+    turn: AnsweredTurn | None
     usage: Usage
     _using: InFlight
     _fatal: FatalRequests
@@ -186,21 +186,20 @@ class PrefillDecodeStages:
         instance: Instance,
         rank: int | None = None,
         prefilled: Prefilled | None = None,
-        prefilling: asyncio.Task[Prefilled] | None = None,
     ) -> DecodeAnswer:
         """Return decode's answer, opened. Without a prefill, decode prefills the request.
-
-        `prefilling` is the prefill if it runs at the same time.
 
         Raises:
             ProxyError: the instance failed, or rejected the request.
         """
-        turn, work, prefill = request.turn, prompt.work, None
+        work, prefill, turn = prompt.work, None, None
+        if request.turn is not None:
+            turn = self._readbacks.answered_turn(request, attempt, prompt, instance, prefilled)
         if prefilled is not None:
             work, prefill = NO_WORK, prefilled.handover.prefill
             body = with_params(prompt.body, prefilled.params)
-            if turn is not None and prefilling is None and request.endpoint.tokenized:
-                body = turn.with_tokens(body)
+            if turn is not None and turn.basis is not None:
+                body = {**body, "return_token_ids": True}
             # Decode loads blocks, and ignores the media.
             prompt = prompt._replace(body=body, depends=True, named=False)
         using = self._table.track_request(
@@ -209,7 +208,10 @@ class PrefillDecodeStages:
         if prefilled is None:
             request.record.add_prefix(using.matched)
         try:
-            reply, span = await self._open(request, attempt, prompt, using, prefilled, prefilling)
+            with request.record.time_stage("decode", instance.url) as timed:
+                reply = await self._open(request, attempt, prompt, using, prefilled, timed.span)
+                always_whole = turn is not None and turn.capture is not None
+                await wait_beginning(reply, request, always_whole=always_whole)
         except BaseException as error:
             using.end_request(error)
             if not isinstance(error, ProxyError):
@@ -217,14 +219,12 @@ class PrefillDecodeStages:
             if prefill is not None:
                 self._forget_peer(prefill, error)
             raise self._judged(request, attempt, prompt, using, error) from error.__cause__
+        request.record.wait_for("answer")
         using.record_answer()
         request.doubts.settle(instance)
-        if turn is not None:
-            turn.decode = instance.url
-            turn.prefill = None if prefill is None else prefill.url
         usage = {} if prefilled is None else prefilled.usage
-        local = attempt.local_identities
-        return DecodeAnswer(reply, span, turn, usage, using, self._fatal, request.watched, local)
+        watched, local = request.watched, attempt.local_identities
+        return DecodeAnswer(reply, timed.span, turn, usage, using, self._fatal, watched, local)
 
     async def _open(  # noqa: PLR0913, PLR0917 - the parts of an attempt
         self,
@@ -233,30 +233,22 @@ class PrefillDecodeStages:
         prompt: Prompt,
         using: InFlight,
         prefilled: Prefilled | None,
-        prefilling: asyncio.Task[Prefilled] | None,
-    ) -> "tuple[Reply, Span | None]":
-        """Open decode's answer, and wait until its body has begun.
-
-        The blocks of a prefill that has ended are released unless decode accepts the request.
+        span: "Span | None",
+    ) -> Reply:
+        """Return the head of decode's answer. If it does not come, prefill's blocks are released.
 
         Raises:
             ProxyError: the instance failed, or rejected the request.
         """
-        instance = using.instance
+        instance, stages = using.instance, self._stages
         request_id = request.id if prefilled is None else prefilled.handover.request_id
-        with request.record.time_stage("decode", instance.url) as timed:
-            try:
-                reply = await self._stages.decode(
-                    instance, prompt, request, request_id, using.rank, timed.span
-                )
-            except BaseException as error:
-                if prefilled is not None and _has_ended(prefilling, error):
-                    tried = (*attempt.avoided_decodes, instance)
-                    self._releases.release_unread(request, prompt.body, tried, error)
-                raise
-            await wait_beginning(reply, request)
-        request.record.wait_for("answer")
-        return reply, timed.span
+        try:
+            return await stages.decode(instance, prompt, request, request_id, using.rank, span)
+        except BaseException as error:
+            if prefilled is not None and _are_held(prefilled, error):
+                tried = (*attempt.avoided_decodes, instance)
+                self._releases.release_unread(request, prompt.body, tried, error)
+            raise
 
     async def prefill_and_decode(
         self,
@@ -271,10 +263,11 @@ class PrefillDecodeStages:
         Raises:
             ProxyError: the first failure of the two.
         """
-        awaited = Prefilled(handover, self._transfer.decode_params(handover, {}), {}, {})
+        params = self._transfer.decode_params(handover, {})
         prefilling = asyncio.create_task(self.prefill(request, attempt, prompt, handover))
+        begun = Prefilled(handover, params, {}, {}, prefilling)
         decoding = asyncio.create_task(
-            self.decode(request, attempt, prompt, decode, None, awaited, prefilling)
+            self.decode(request, attempt, prompt, decode, prefilled=begun)
         )
         try:
             await wait_both(prefilling, decoding)
@@ -348,11 +341,10 @@ def _has_result(task: asyncio.Task[Any]) -> bool:
     return task.done() and not task.cancelled() and task.exception() is None
 
 
-def _has_ended(prefilling: asyncio.Task[Any] | None, error: BaseException) -> bool:
-    """Return whether a prefill holds blocks when its decode ends in this error.
+def _are_held(prefilled: Prefilled, error: BaseException) -> bool:
+    """Return whether prefill holds blocks when its decode ends in this error.
 
     A cancellation ends a prefill in progress too, which then releases them.
     """
-    if prefilling is None:
-        return True
-    return isinstance(error, ProxyError) and _has_result(prefilling)
+    prefilling = prefilled.prefilling
+    return prefilling is None or (isinstance(error, ProxyError) and _has_result(prefilling))

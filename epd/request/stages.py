@@ -269,11 +269,11 @@ def _for_role(body: Body, instance: Instance) -> Body:
     return {name: value for name, value in body.items() if name != "ec_transfer_params"}
 
 
-async def wait_beginning(reply: Reply, request: Request) -> None:
+async def wait_beginning(reply: Reply, request: Request, *, always_whole: bool) -> None:
     """Wait until the body of decode's answer has begun; close the answer after a failure.
 
     The client has seen no byte before the first one of a stream, or the last one of another answer
-    that can be held. Until then another instance can serve the request.
+    that can be held, or is `always_whole`. Until then another instance can serve the request.
 
     Raises:
         ProxyError: the instance failed, or the answer has no room.
@@ -284,23 +284,21 @@ async def wait_beginning(reply: Reply, request: Request) -> None:
             if request.items:
                 await _check_beginning(reply, request.endpoint.grammar)
         else:
-            await _read_held(reply, request)
+            await _read_held(reply, request, always_whole=always_whole)
     except BaseException:
         reply.close()
         raise
 
 
-async def _read_held(reply: Reply, request: Request) -> None:
+async def _read_held(reply: Reply, request: Request, *, always_whole: bool) -> None:
     """Read an answer that is no stream, and count its bytes as they arrive.
 
-    An answer beyond `HELD_BYTES`, or without room, is read only in part. Those of turns of which
-    fields are extracted are always read whole.
+    Unless `always_whole`, an answer beyond `HELD_BYTES`, or without room, is read only in part.
 
     Raises:
-        ProxyError: the answer was cut off, or a turn's is too large (502) or has no room (503).
+        ProxyError: the answer was cut off, or a whole one is too large (502) or has no room (503).
     """
-    turn, memory, size = request.turn, request.memory, 0
-    always_whole = turn is not None and turn.heard is not None
+    memory, size = request.memory, 0
 
     def may_hold(more: int) -> bool:
         nonlocal size
