@@ -228,7 +228,7 @@ class Turn:
 
 
 class AnsweredTurn(NamedTuple):
-    """A turn whose answer has begun.
+    """A turn with its answer in progress.
 
     Attributes:
         key: key of the conversation.

@@ -128,7 +128,7 @@ class Readbacks:
         prefill, basis, capture = None, None, None
         if prefilled is not None:
             prefill = prefilled.handover.prefill.url
-            if prefilled.prefilling is None and request.endpoint.tokenized:
+            if prefilled.has_ended is None and request.endpoint.tokenized:
                 capture = ReplyCapture(cut_tokens=not prompt.body.get("return_token_ids"))
             if capture is not None and self._transfer.bidirectional:
                 basis = _basis(prompt_of(prompt.body, request.endpoint.tokenized), attempt)

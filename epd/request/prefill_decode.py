@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from epd.aio import end_tasks, errors_of
@@ -265,7 +266,7 @@ class PrefillDecodeStages:
         """
         params = self._transfer.decode_params(handover, {})
         prefilling = asyncio.create_task(self.prefill(request, attempt, prompt, handover))
-        begun = Prefilled(handover, params, {}, {}, prefilling)
+        begun = Prefilled(handover, params, {}, {}, partial(_has_result, prefilling))
         decoding = asyncio.create_task(
             self.decode(request, attempt, prompt, decode, prefilled=begun)
         )
@@ -346,5 +347,5 @@ def _are_held(prefilled: Prefilled, error: BaseException) -> bool:
 
     A cancellation ends a prefill in progress too, which then releases them.
     """
-    prefilling = prefilled.prefilling
-    return prefilling is None or (isinstance(error, ProxyError) and _has_result(prefilling))
+    has_ended = prefilled.has_ended
+    return has_ended is None or (isinstance(error, ProxyError) and has_ended())

@@ -9,9 +9,9 @@ The base class is here too; `mooncake.py` and `nixl.py` have the connectors with
   0.33, and of LMCache's `examples/disagg_prefill/disagg_proxy_server.py`.
 """
 
-import asyncio
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 from epd.api.usage import Usage
@@ -52,14 +52,14 @@ class Prefilled(NamedTuple):
         params: `kv_transfer_params` of the decode request; None for none.
         reply: `kv_transfer_params` of prefill's reply; empty for none, or before it.
         usage: prefill's numbers for the client's answer.
-        prefilling: the prefill, if it runs at the same time as decode.
+        has_ended: tells whether the prefill has succeeded, if it runs at the same time as decode.
     """
 
     handover: Handover
     params: Params | None
     reply: Params
     usage: Usage
-    prefilling: asyncio.Task[Any] | None = None
+    has_ended: Callable[[], bool] | None = None
 
 
 class KVTransfer(ABC):
