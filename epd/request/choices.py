@@ -44,14 +44,14 @@ class Choices:
             return not beside and self._prefills.has_untried(failure.tried_prefills)
         return attempt.client_decode is None and self._decodes.has_untried(failure.tried_decodes)
 
-    def choose_prefill(self, request: Request, attempt: Attempt, prefix: Prefix) -> Instance:
+    def choose_prefill(self, attempt: Attempt, prefix: Prefix) -> Instance:
         """Return the prefill instance beside the proxy, or the best one of the table.
 
         Raises:
             NoInstance: there is none.
         """
         if (url := attempt.course.prefill_url) is None:
-            return self._best("prefill", request, attempt, prefix, encodes=True)
+            return self._best("prefill", attempt, prefix, encodes=True)
         if (local := self._table.find_instance(url, Role.PREFILL)) is not None:
             return local
         raise NoInstance(
@@ -62,7 +62,6 @@ class Choices:
 
     def choose_decode(
         self,
-        request: Request,
         attempt: Attempt,
         prefix: Prefix = NO_PREFIX,
         prefill: Instance | None = None,
@@ -75,9 +74,7 @@ class Choices:
             NoInstance: there is no decode instance.
         """
         encodes = prefill is None
-        return attempt.client_decode or self._best(
-            "decode", request, attempt, prefix, encodes=encodes
-        )
+        return attempt.client_decode or self._best("decode", attempt, prefix, encodes=encodes)
 
     def named_by_client(self, request: Request) -> Instance | None:
         """Return the decode instance that the client's header names; None if it names none.
@@ -124,7 +121,6 @@ class Choices:
     def _best(
         self,
         stage: Literal["prefill", "decode"],
-        request: Request,
         attempt: Attempt,
         prefix: Prefix,
         *,
@@ -134,7 +130,8 @@ class Choices:
 
         It is preferably that of the previous turn, or else one that has used the same items.
         """
-        config, prefer = request.config, None
+        request, prefer = attempt.request, None
+        config = request.config
         before = None if request.turn is None else request.turn.before
         if stage == "prefill":
             choice, tried, balance = (

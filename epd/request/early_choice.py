@@ -7,7 +7,6 @@ from typing import NamedTuple
 from epd.request.prefill_decode import needs_prefill
 from epd.request.prefix import request_prefix
 from epd.request.recovery import Attempt
-from epd.request.request import Request
 from epd.routing.instances import CONSUMERS, Role
 from epd.routing.namespaces import Namespaces
 from epd.routing.prefix import NO_PREFIX, Prefix
@@ -40,7 +39,7 @@ class EarlyChoice:
 
     _table: InstanceTable
     _namespaces: Namespaces
-    _choose_first: Callable[[Request, Attempt, Prefix], Awaitable[Reservation]]
+    _choose_first: Callable[[Attempt, Prefix], Awaitable[Reservation]]
     _pushed: bool
     _by_content: bool
 
@@ -50,18 +49,18 @@ class EarlyChoice:
         known = self._namespaces.of_consumers()
         return next(iter(known)) if len(known) == 1 else None
 
-    async def choose_target(self, request: Request, attempt: Attempt) -> Target:
+    async def choose_target(self, attempt: Attempt) -> Target:
         """Return the receiver of the request's outputs, chosen now if it must be.
 
         Raises:
             ProxyError: no instance is available, or the choice failed.
         """
         differ = attempt.course.encode and len(self._namespaces.of_consumers()) > 1
-        may_consume = needs_prefill(request, attempt) or self._table.has(Role.PREFILL_DECODE)
+        may_consume = needs_prefill(attempt) or self._table.has(Role.PREFILL_DECODE)
         if not ((self._pushed or differ) and may_consume):
             return Target(namespace=self.shared_namespace)
-        prefix = request_prefix(request) if self._by_content else NO_PREFIX
-        first = await self._choose_first(request, attempt, prefix)
+        prefix = request_prefix(attempt.request) if self._by_content else NO_PREFIX
+        first = await self._choose_first(attempt, prefix)
         if first.instance.role in CONSUMERS:
             return Target(first, first, self._namespaces.namespace_of(first.instance))
         return Target(first, namespace=self.shared_namespace)

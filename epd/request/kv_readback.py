@@ -88,14 +88,14 @@ class Readbacks:
         await self._conversations.begin_turn(turn, usable)
 
     async def previous_params(
-        self, request: Request, turn: Turn, attempt: Attempt, prompt: Prompt, prefill: Instance
+        self, turn: Turn, attempt: Attempt, prompt: Prompt, prefill: Instance
     ) -> Params | None:
         """Return `kv_transfer_params` of the previous turn; None if this prefill can use none.
 
         Only the first attempt of a request receives them. The prefill instance also tokenizes the
         prompt.
         """
-        before = turn.before
+        request, before = attempt.request, turn.before
         if before is None or attempt.resent or not self._transfer.bidirectional:
             return None
         if (blocks := before.held) is None:
@@ -113,7 +113,6 @@ class Readbacks:
 
     def answered_turn(
         self,
-        request: Request,
         attempt: Attempt,
         prompt: Prompt,
         decode: Instance,
@@ -123,6 +122,7 @@ class Readbacks:
 
         Fields of the answer are extracted if decode continues a prefill of tokens.
         """
+        request = attempt.request
         if (turn := request.turn) is None:
             return None
         prefill, basis, capture = None, None, None

@@ -71,20 +71,20 @@ class Pipeline:
             ProxyError: a stage failed.
         """
         client_decode = self._choices.named_by_client(request)
-        attempt = Attempt(self._choose_course(request, client_decode), client_decode)
+        course = self._choose_course(request, client_decode)
         request = await self._keyed(request)
         async with self._quarantine.context_for(request.watched):
-            claims = self._encoder.consumer_claims() if attempt.course.local else None
+            claims = self._encoder.consumer_claims() if course.local else None
             with claims or nullcontext(), self._retries.tries(MAX_ATTEMPTS) as tries:
-                result: DecodeAnswer | Attempt = attempt
+                result: DecodeAnswer | Attempt = Attempt(request, course, client_decode)
                 while isinstance(result, Attempt):
-                    result = await self._run_attempt(request, result, claims, tries)
+                    result = await self._run_attempt(result, claims, tries)
                 if claims is not None:
                     result.claims = claims.hand_over()
                 return result
 
     async def _run_attempt(
-        self, request: Request, attempt: Attempt, claims: MakerClaims | None, tries: Tries
+        self, attempt: Attempt, claims: MakerClaims | None, tries: Tries
     ) -> DecodeAnswer | Attempt:
         """Send a request through its stages once: encode, prefill, decode.
 
@@ -93,41 +93,40 @@ class Pipeline:
         Raises:
             ProxyError: a step failed, and no attempt follows.
         """
-        stages, target, prompt = self._prefill_decode, ANY_CONSUMER, NO_PROMPT
+        request, stages = attempt.request, self._prefill_decode
+        target, prompt = ANY_CONSUMER, NO_PROMPT
         prefill, decode, reads_back = None, None, False
         try:
             if attempt.course.prefill and not self._table.has(Role.PREFILL):
                 local = request.config.on_prefill_failure == "local"
                 attempt = attempt._replace(without_prefill=local)
             if request.items and self._early_choice is not None:
-                target = await self._early_choice.choose_target(request, attempt)
-            if (job := self._encode_job(request, attempt, target)) is not None:
+                target = await self._early_choice.choose_target(attempt)
+            if (job := self._encode_job(attempt, target)) is not None:
                 with target.consumer or nullcontext():
                     encoded_items = await self._encoder.encode(job, claims)
                     if attempt.encoded_items is None:
                         await self._remember_names(request, encoded_items)
                 attempt = attempt._replace(encoded_items=encoded_items, namespace=job.namespace)
-            prompt = self._prompt(request, attempt)
-            first = target.first or await stages.choose_first(request, attempt, prompt.prefix)
+            prompt = self._prompt(attempt)
+            first = target.first or await stages.choose_first(attempt, prompt.prefix)
             if first.instance.role is not Role.PREFILL:
                 decode = first.instance
-                return await stages.decode(request, attempt, prompt, decode, first.rank)
+                return await stages.decode(attempt, prompt, decode, first.rank)
             prefill = first.instance
-            handover = await stages.prepare(request, attempt, prompt, first)
+            handover = await stages.prepare(attempt, prompt, first)
             reads_back = handover.earlier is not None
             prefilled = None
             if not handover.concurrent:
-                prefilled = await stages.prefill(request, attempt, prompt, handover)
-            decode = handover.decode or self._choices.choose_decode(
-                request, attempt, prompt.prefix, prefill
-            )
+                prefilled = await stages.prefill(attempt, prompt, handover)
+            decode = handover.decode or self._choices.choose_decode(attempt, prompt.prefix, prefill)
             if prefilled is None:
-                return await stages.prefill_and_decode(request, attempt, prompt, handover, decode)
+                return await stages.prefill_and_decode(attempt, prompt, handover, decode)
             # Prefill's blocks are released unless decode accepts this.
-            return await stages.decode(request, attempt, prompt, decode, prefilled=prefilled)
+            return await stages.decode(attempt, prompt, decode, prefilled=prefilled)
         except ProxyError as error:
             following = self._next_attempt(
-                request, FailedAttempt(attempt, error, prompt, prefill, decode, reads_back)
+                FailedAttempt(attempt, error, prompt, prefill, decode, reads_back)
             )
             if following is None:
                 raise
@@ -135,8 +134,9 @@ class Pipeline:
             request.record.add_retry()
             return following
 
-    def _next_attempt(self, request: Request, failure: FailedAttempt) -> Attempt | None:
+    def _next_attempt(self, failure: FailedAttempt) -> Attempt | None:
         """Return the attempt that follows a failed one; None if the client gets the error."""
+        request = failure.attempt.request
         if request.is_spent:
             return None
         others = self._choices.has_untried(failure)
@@ -194,8 +194,9 @@ class Pipeline:
         request.record.add_policy(policy)
         return course
 
-    def _encode_job(self, request: Request, attempt: Attempt, target: Target) -> EncodeJob | None:
+    def _encode_job(self, attempt: Attempt, target: Target) -> EncodeJob | None:
         """Return the items to encode; None without items, or if an earlier attempt encoded them."""
+        request = attempt.request
         usable = attempt.encoded_items is not None and not self._transfer.pushed
         if not request.items or (usable and target.namespace == attempt.namespace):
             return None
@@ -206,19 +207,14 @@ class Pipeline:
         named = [known for known in encoded_items if known.item.uuid is not None]
         await self._keys.remember_names(request.body, named, request.tenant, request.config)
 
-    def _prompt(self, request: Request, attempt: Attempt) -> Prompt:
+    def _prompt(self, attempt: Attempt) -> Prompt:
         """Return the request for prefill and decode, with its content if it is needed."""
+        request, encoded_items = attempt.request, attempt.encoded_items or ()
         if attempt.without_prefill:
             request.record.add_degraded("prefill-local")
-        encoded_items = attempt.encoded_items or ()
         if request.items:
-            prompt = media_prompt(
-                request,
-                attempt,
-                encoded_items,
-                self._transfer,
-                has_decode=self._table.has(Role.DECODE),
-            )
+            has_decode = self._table.has(Role.DECODE)
+            prompt = media_prompt(attempt, self._transfer, has_decode=has_decode)
         else:
             prompt = Prompt(request.body, work=Work(request.text_bytes // BYTES_PER_TOKEN))
         if not self._by_content:

@@ -37,10 +37,10 @@ DIES_WITHIN_S = 1.0
 seconds."""
 
 
-def needs_prefill(request: Request, attempt: Attempt) -> bool:
+def needs_prefill(attempt: Attempt) -> bool:
     """Return whether a prefill instance computes the prompt, and not decode itself."""
     planned = attempt.course.prefill and not attempt.without_prefill
-    return planned and request.endpoint.can_prefill(request.body)
+    return planned and attempt.request.endpoint.can_prefill(attempt.request.body)
 
 
 @dataclass(slots=True, eq=False)
@@ -106,23 +106,22 @@ class PrefillDecodeStages:
     _releases: Releases
     _fatal: FatalRequests
 
-    async def choose_first(self, request: Request, attempt: Attempt, prefix: Prefix) -> Reservation:
+    async def choose_first(self, attempt: Attempt, prefix: Prefix) -> Reservation:
         """Choose the instance that computes the prompt: prefill, or decode alone.
 
         Raises:
             ProxyError: no instance is available, or the choice failed.
         """
+        request = attempt.request
         if request.turn is not None:
             await self._readbacks.begin_turn(request.turn)
-        if needs_prefill(request, attempt):
-            instance = self._choices.choose_prefill(request, attempt, prefix)
+        if needs_prefill(attempt):
+            instance = self._choices.choose_prefill(attempt, prefix)
             return self._table.reserve_place(instance, prefix=_for_prefill(request, prefix))
-        instance = self._choices.choose_decode(request, attempt, prefix)
+        instance = self._choices.choose_decode(attempt, prefix)
         return self._table.reserve_place(instance, prefix=_for_decode(request, prefix))
 
-    async def prepare(
-        self, request: Request, attempt: Attempt, prompt: Prompt, first: Reservation
-    ) -> Handover:
+    async def prepare(self, attempt: Attempt, prompt: Prompt, first: Reservation) -> Handover:
         """Return what prefill and decode need to know of each other.
 
         Decode is chosen now if prefill has to know it.
@@ -130,31 +129,30 @@ class PrefillDecodeStages:
         Raises:
             ProxyError: no instance is available, or a request to one failed.
         """
-        prefill, transfer, peers, earlier = first.instance, self._transfer, self._peers, None
+        request, prefill, earlier = attempt.request, first.instance, None
+        transfer, peers = self._transfer, self._peers
         request_id = request.child_id() if attempt.resent else request.id
         if request.turn is not None:
             try:
                 earlier = await self._readbacks.previous_params(
-                    request, request.turn, attempt, prompt, prefill
+                    request.turn, attempt, prompt, prefill
                 )
             except UpstreamDied as error:
-                raise self._final_error(request, attempt, prefill, error) from error.__cause__
+                raise self._final_error(attempt, prefill, error) from error.__cause__
         decode = None
         if transfer.eager:
-            decode = self._choices.choose_decode(request, attempt, prompt.prefix, prefill)
+            decode = self._choices.choose_decode(attempt, prompt.prefix, prefill)
         peer = None if peers is None else await peers.params_for(prefill, first.rank)
         concurrent = transfer.decode_concurrent(peer)
         return Handover(request_id, prefill, first.rank, decode, peer, earlier, concurrent)
 
-    async def prefill(
-        self, request: Request, attempt: Attempt, prompt: Prompt, handover: Handover
-    ) -> Prefilled:
+    async def prefill(self, attempt: Attempt, prompt: Prompt, handover: Handover) -> Prefilled:
         """Return prefill's result. If decode is chosen already, reserve its place meanwhile.
 
         Raises:
             ProxyError: the instance failed, or rejected the request.
         """
-        decode = handover.decode
+        request, decode = attempt.request, handover.decode
         using = self._table.track_request(
             handover.prefill,
             rank=handover.prefill_rank,
@@ -171,7 +169,7 @@ class PrefillDecodeStages:
             if reads_back:
                 self._readbacks.record_result(handover, error)
                 prompt = prompt._replace(depends=True)
-            raise self._judged(request, attempt, prompt, using, error) from error.__cause__
+            raise self._judged(attempt, prompt, using, error) from error.__cause__
         request.doubts.settle(handover.prefill)
         if self._peers is not None:
             self._peers.learn_facts(prefilled)
@@ -179,9 +177,8 @@ class PrefillDecodeStages:
             self._readbacks.record_result(handover)
         return prefilled
 
-    async def decode(  # noqa: PLR0913, PLR0917 - the parts of an attempt
+    async def decode(
         self,
-        request: Request,
         attempt: Attempt,
         prompt: Prompt,
         instance: Instance,
@@ -193,9 +190,9 @@ class PrefillDecodeStages:
         Raises:
             ProxyError: the instance failed, or rejected the request.
         """
-        work, prefill, turn = prompt.work, None, None
+        request, work, prefill, turn = attempt.request, prompt.work, None, None
         if request.turn is not None:
-            turn = self._readbacks.answered_turn(request, attempt, prompt, instance, prefilled)
+            turn = self._readbacks.answered_turn(attempt, prompt, instance, prefilled)
         if prefilled is not None:
             work, prefill = NO_WORK, prefilled.handover.prefill
             body = with_params(prompt.body, prefilled.params)
@@ -210,7 +207,7 @@ class PrefillDecodeStages:
             request.record.add_prefix(using.matched)
         try:
             with request.record.time_stage("decode", instance.url) as timed:
-                reply = await self._open(request, attempt, prompt, using, prefilled, timed.span)
+                reply = await self._open(attempt, prompt, using, prefilled, timed.span)
                 always_whole = turn is not None and turn.capture is not None
                 await wait_beginning(reply, request, always_whole=always_whole)
         except BaseException as error:
@@ -219,7 +216,7 @@ class PrefillDecodeStages:
                 raise
             if prefill is not None:
                 self._forget_peer(prefill, error)
-            raise self._judged(request, attempt, prompt, using, error) from error.__cause__
+            raise self._judged(attempt, prompt, using, error) from error.__cause__
         request.record.wait_for("answer")
         using.record_answer()
         request.doubts.settle(instance)
@@ -227,9 +224,8 @@ class PrefillDecodeStages:
         watched, local = request.watched, attempt.local_identities
         return DecodeAnswer(reply, timed.span, turn, usage, using, self._fatal, watched, local)
 
-    async def _open(  # noqa: PLR0913, PLR0917 - the parts of an attempt
+    async def _open(
         self,
-        request: Request,
         attempt: Attempt,
         prompt: Prompt,
         using: InFlight,
@@ -241,7 +237,7 @@ class PrefillDecodeStages:
         Raises:
             ProxyError: the instance failed, or rejected the request.
         """
-        instance, stages = using.instance, self._stages
+        request, instance, stages = attempt.request, using.instance, self._stages
         request_id = request.id if prefilled is None else prefilled.handover.request_id
         try:
             return await stages.decode(instance, prompt, request, request_id, using.rank, span)
@@ -253,7 +249,6 @@ class PrefillDecodeStages:
 
     async def prefill_and_decode(
         self,
-        request: Request,
         attempt: Attempt,
         prompt: Prompt,
         handover: Handover,
@@ -265,11 +260,9 @@ class PrefillDecodeStages:
             ProxyError: the first failure of the two.
         """
         params = self._transfer.decode_params(handover, {})
-        prefilling = asyncio.create_task(self.prefill(request, attempt, prompt, handover))
+        prefilling = asyncio.create_task(self.prefill(attempt, prompt, handover))
         begun = Prefilled(handover, params, {}, {}, partial(_has_result, prefilling))
-        decoding = asyncio.create_task(
-            self.decode(request, attempt, prompt, decode, prefilled=begun)
-        )
+        decoding = asyncio.create_task(self.decode(attempt, prompt, decode, prefilled=begun))
         try:
             await wait_both(prefilling, decoding)
         except BaseException:
@@ -285,7 +278,6 @@ class PrefillDecodeStages:
 
     def _judged(
         self,
-        request: Request,
         attempt: Attempt,
         prompt: Prompt,
         using: InFlight,
@@ -296,15 +288,13 @@ class PrefillDecodeStages:
         Only the first 500 of a stage may mean that an entry or KV blocks are missing.
         """
         loads = prompt.depends and error.stage not in attempt.failures
-        request.doubts.add(error, using, loads=loads, names=prompt.named)
-        return self._final_error(request, attempt, using.instance, error)
+        attempt.request.doubts.add(error, using, loads=loads, names=prompt.named)
+        return self._final_error(attempt, using.instance, error)
 
-    def _final_error(
-        self, request: Request, attempt: Attempt, instance: Instance, error: ProxyError
-    ) -> ProxyError:
+    def _final_error(self, attempt: Attempt, instance: Instance, error: ProxyError) -> ProxyError:
         """Return the final error of an attempt, after counting a death of its instance."""
         items = attempt.local_identities
-        return self._fatal.final_error(error, instance, request.watched, items)
+        return self._fatal.final_error(error, instance, attempt.request.watched, items)
 
 
 def _for_prefill(request: Request, prefix: Prefix) -> Prefix:

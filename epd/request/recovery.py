@@ -11,6 +11,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from epd.errors import MediaFetchFailed, ProxyError, Stage, UpstreamTimeout, UpstreamUnreachable
 from epd.policies.plan import Course
+from epd.request.request import Request
 from epd.routing.instances import Instance
 from epd.transfer.encoded import EncodedItem, Prompt
 
@@ -69,6 +70,7 @@ class Attempt(NamedTuple):
     """How a request is sent once. `next_attempt` makes the next one of a failed one.
 
     Attributes:
+        request: the client's request, with the keys of its items.
         client_decode: the decode instance that the client names; None for any.
         avoided_prefills: prefill instances to which any other is preferred: they were chosen
             before, and may be at fault.
@@ -87,6 +89,7 @@ class Attempt(NamedTuple):
         namespace: namespace of the consumer for which they were encoded, if known.
     """
 
+    request: Request
     course: Course
     client_decode: Instance | None = None
     avoided_prefills: tuple[Instance, ...] = ()

@@ -32,9 +32,7 @@ async def keyed_request(request: Request, keys: Keys, fetcher: MediaFetcher | No
 
 
 def media_prompt(
-    request: Request,
     attempt: Attempt,
-    encoded_items: Sequence[EncodedItem],
     transfer: ECTransfer,
     *,
     has_decode: bool,
@@ -43,6 +41,7 @@ def media_prompt(
 
     `has_decode` is whether the fleet has instances that only decode.
     """
+    request, encoded_items = attempt.request, attempt.encoded_items or ()
     # A decode-only instance looks up no encoder outputs.
     decodes_only = has_decode and not attempt.course.prefill
     needs_media = attempt.form is not SendForm.METADATA or attempt.without_prefill

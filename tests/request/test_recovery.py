@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import epd
 from epd.api.chat import CHAT
 from epd.api.items import MMItem
 from epd.errors import (
@@ -38,10 +39,13 @@ from epd.request.recovery import (
     encode_delay_s,
     next_attempt,
 )
+from epd.request.request import Request
 from epd.routing.instances import Instance, Role
 from epd.transfer.encoded import EncodedItem, OutputFacts, Prompt
 from tests.requests import image, request, text
 
+CONFIG = epd.ProxyConfig(encode_servers_urls=("http://e:1",), decode_servers_urls=("http://d:1",))
+FIRST = Attempt(Request("r", {}, CONFIG), Course())
 P1, P2 = (Instance(Role.PREFILL, f"http://p{number}:1") for number in (1, 2))
 D1, D2 = (Instance(Role.DECODE, f"http://d{number}:1") for number in (1, 2))
 
@@ -65,7 +69,7 @@ def failure(  # noqa: PLR0913 - the parts of a failure
     **prompt: Any,
 ) -> FailedAttempt:
     """Return a failure of an attempt at P1 or D1, with an encoder output in the request."""
-    attempt = attempt or Attempt(Course())
+    attempt = attempt or FIRST
     if items is not None:
         attempt = attempt._replace(encoded_items=items)
     sent = Prompt({}, depends=True, bare=(item(),))._replace(**prompt)
@@ -87,8 +91,8 @@ def unreachable(stage: Stage) -> UpstreamUnreachable:
     return UpstreamUnreachable("x", stage=stage)
 
 
-DOUBTFUL = Attempt(Course(), avoided_decodes=(D2,), doubtful=D2, failures=("decode",))
-DOUBTFUL_PREFILL = Attempt(Course(), avoided_prefills=(P2,), doubtful=P2, failures=("prefill",))
+DOUBTFUL = FIRST._replace(avoided_decodes=(D2,), doubtful=D2, failures=("decode",))
+DOUBTFUL_PREFILL = FIRST._replace(avoided_prefills=(P2,), doubtful=P2, failures=("prefill",))
 
 DIED_AT_PREFILL = UpstreamDied("x", stage="prefill")
 
@@ -109,7 +113,7 @@ ROWS: list[tuple[int, FailedAttempt, dict[str, Any]]] = [
             rejected(500),
             depends=False,
             named=True,
-            attempt=Attempt(Course(), failures=("decode",)),
+            attempt=FIRST._replace(failures=("decode",)),
         ),
         {
             "form": SendForm.UNNAMED,
@@ -137,7 +141,7 @@ ROWS: list[tuple[int, FailedAttempt, dict[str, Any]]] = [
         7,
         failure(
             failed("prefill"),
-            attempt=Attempt(Course(), avoided_prefills=(P2,), failures=("prefill",)),
+            attempt=FIRST._replace(avoided_prefills=(P2,), failures=("prefill",)),
         ),
         {"avoided_prefills": (P2, P1), "failures": ("prefill", "prefill"), "without_prefill": True},
     ),
@@ -186,7 +190,7 @@ ROWS: list[tuple[int, FailedAttempt, dict[str, Any]]] = [
         failure(
             rejected(500),
             others=False,
-            attempt=Attempt(Course(), avoided_decodes=(D2,), failures=("decode",)),
+            attempt=FIRST._replace(avoided_decodes=(D2,), failures=("decode",)),
         ),
         {
             "reencode": True,
@@ -200,7 +204,7 @@ ROWS: list[tuple[int, FailedAttempt, dict[str, Any]]] = [
         failure(
             failed("prefill", 500),
             others=False,
-            attempt=Attempt(Course(), avoided_prefills=(P2,), failures=("prefill",)),
+            attempt=FIRST._replace(avoided_prefills=(P2,), failures=("prefill",)),
         ),
         {
             "reencode": True,
@@ -219,19 +223,21 @@ ROWS: list[tuple[int, FailedAttempt, dict[str, Any]]] = [
     # Each stage counts its own failures.
     (
         5,
-        failure(failed("prefill"), attempt=Attempt(Course(), failures=("decode",))),
+        failure(failed("prefill"), attempt=FIRST._replace(failures=("decode",))),
         {"failures": ("decode", "prefill")},
     ),
     (
         5,
-        failure(failed("decode"), attempt=Attempt(Course(), failures=("prefill",))),
+        failure(failed("decode"), attempt=FIRST._replace(failures=("prefill",))),
         {"avoided_decodes": (D1,), "failures": ("prefill", "decode")},
     ),
     # A 500 of prefill makes no decode instance doubtful.
     (
         5,
         failure(
-            failed("prefill", 500), depends=False, attempt=Attempt(Course(), avoided_decodes=(D2,))
+            failed("prefill", 500),
+            depends=False,
+            attempt=FIRST._replace(avoided_decodes=(D2,)),
         ),
         {"avoided_decodes": (D2,), "failures": ("prefill",)},
     ),
@@ -254,7 +260,7 @@ ROWS: list[tuple[int, FailedAttempt, dict[str, Any]]] = [
     # A request that a prefill instance had keeps its need of a new id.
     (
         5,
-        failure(failed("decode"), attempt=Attempt(Course(), resent=True)),
+        failure(failed("decode"), attempt=FIRST._replace(resent=True)),
         {"avoided_decodes": (D1,), "failures": ("decode",)},
     ),
 ]
@@ -306,7 +312,8 @@ def test_every_row_has_a_case() -> None:
         failure(rejected(404)),
         failure(UpstreamTimeout("x", stage="decode"), others=False),
         failure(
-            UpstreamTimeout("x", stage="decode"), attempt=Attempt(Course(), failures=("decode",))
+            UpstreamTimeout("x", stage="decode"),
+            attempt=FIRST._replace(failures=("decode",)),
         ),
         failure(unreachable("decode"), others=False),
         failure(unreachable("decode"), others=False, prefilled=True),
@@ -338,14 +345,14 @@ def test_every_row_has_a_case() -> None:
             attempt=DOUBTFUL,
         ),
         failure(UpstreamBusy("x", stage="prefill"), others=False, local=False),
-        failure(failed("decode"), attempt=Attempt(Course(), failures=("decode",))),
+        failure(failed("decode"), attempt=FIRST._replace(failures=("decode",))),
         failure(
             rejected(500),
             prefilled=True,
             depends=False,
-            attempt=Attempt(Course(), failures=("decode",)),
+            attempt=FIRST._replace(failures=("decode",)),
         ),
-        failure(rejected(400), attempt=Attempt(Course(), form=SendForm.MEDIA)),
+        failure(rejected(400), attempt=FIRST._replace(form=SendForm.MEDIA)),
         failure(rejected(400), bare=()),
         failure(
             rejected(500),
@@ -354,13 +361,17 @@ def test_every_row_has_a_case() -> None:
             attempt=DOUBTFUL._replace(form=SendForm.UNNAMED, doubtful=D1),
         ),
         failure(rejected(500), depends=False, others=False),
-        failure(rejected(500), attempt=Attempt(Course(), reencode=True, failures=("decode",))),
-        failure(failed("prefill"), attempt=Attempt(Course(), failures=("prefill",)), local=False),
+        failure(rejected(500), attempt=FIRST._replace(reencode=True, failures=("decode",))),
+        failure(
+            failed("prefill"),
+            attempt=FIRST._replace(failures=("prefill",)),
+            local=False,
+        ),
         # A consumer that expects a push depends on it after a second encode too.
         failure(
             rejected(500),
             others=False,
-            attempt=Attempt(Course(), reencode=True, failures=("prefill",)),
+            attempt=FIRST._replace(reencode=True, failures=("prefill",)),
         ),
         # Metadata that were refused stay refused if an item has no media.
         failure(rejected(400), items=(EncodedItem(item(has_media=False), OutputFacts(), "hit"),)),
@@ -458,7 +469,7 @@ def test_the_longest_course_of_failures_takes_all_attempts(
     """With it, `MAX_ATTEMPTS` is neither too small nor too large."""
     longest = LongestCourse(local=local, others=others, unreached=unreached)
 
-    assert longest.after(Attempt(Course())) == most
+    assert longest.after(FIRST) == most
 
 
 def encode_failure(error: ProxyError, **more: Any) -> EncodeFailure:
