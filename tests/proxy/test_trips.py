@@ -30,6 +30,7 @@ BACKGROUND = Background.keep_running.__code__
 OFF = {
     "epd/api/usage.py",
     "epd/conversations",
+    "epd/edge/tenant_use.py",
     "epd/encoder_cache",
     "epd/kv_events",
     "epd/media",
