@@ -22,6 +22,7 @@ from epd.conversations.stores import (
 )
 from epd.conversations.turn import (
     MAX_ENTRY_BYTES,
+    AnsweredTurn,
     ConversationEntry,
     Fingerprint,
     HeldBlocks,
@@ -120,15 +121,13 @@ class Conversations:
         elif before.decode not in decodes or self._is_stale(before):
             self.results["stale"] += 1
         else:
-            turn.before, turn.blocks = before, before.held
+            turn.before = before
             if before.held is None:
                 self.results["miss"] += 1
 
-    async def store_turn(self, turn: Turn) -> None:
+    async def store_turn(self, turn: AnsweredTurn) -> None:
         """Store the entry of a turn after its answer ended without an error."""
-        if turn.decode is None:
-            return
-        held = self._held_blocks(turn, turn.decode)
+        held = self._held_blocks(turn)
         if held is not None:
             self._know(turn.decode, held.engine)
         entry = ConversationEntry(self._clock(), turn.decode, turn.prefill, held)
@@ -146,19 +145,19 @@ class Conversations:
         self._lost_s[decode] = now_s
         self._engines.pop(decode, None)
 
-    def _held_blocks(self, turn: Turn, decode: str) -> HeldBlocks | None:
+    def _held_blocks(self, turn: AnsweredTurn) -> HeldBlocks | None:
         """Return the blocks that decode holds of a turn; None if unknown or unusable."""
-        heard = turn.heard
-        if turn.basis is None or heard is None or heard.params is None or not heard.prompt:
+        basis, reply = turn.basis, turn.capture
+        if basis is None or reply is None or reply.params is None or not reply.prompt:
             return None
-        if (params := kept_params(heard.params, decode)) is None:
+        if (params := kept_params(reply.params, turn.decode)) is None:
             return None
         try:
-            tokens = [*heard.prompt, *heard.answer][: params["remote_num_tokens"]]
+            tokens = [*reply.prompt, *reply.answer][: params["remote_num_tokens"]]
             fingerprint = Fingerprint.of_tokens(tokens, self.token_key)
         except ValueError:
             return None
-        return HeldBlocks({**params}, fingerprint, turn.basis)
+        return HeldBlocks({**params}, fingerprint, basis)
 
     def _know(self, decode: str, engine: str) -> None:
         """Record the engine of an instance. It differs after each start."""

@@ -23,7 +23,6 @@ import orjson
 from pydantic import TypeAdapter
 
 from epd.api.body import parse_object
-from epd.api.items import Body
 from epd.errors import BadRequest
 from epd.transfer.nixl import engine_of, kept_params
 
@@ -221,33 +220,30 @@ class Turn:
         key: key of the conversation.
         begun: whether the previous turn has been looked up.
         before: entry of the previous turn; None without one.
-        blocks: blocks of the previous turn, until a prefill instance may read them.
-        prefill: URL of the prefill instance of this turn.
-        decode: URL of the decode instance of this turn.
-        basis: dependencies of its blocks; None if they cannot be reused.
-        heard: fields extracted from decode's answer; None if they are not extracted.
     """
 
     key: str
     begun: bool = False
     before: ConversationEntry | None = None
-    blocks: HeldBlocks | None = None
-    prefill: str | None = None
-    decode: str | None = None
-    basis: Basis | None = None
-    heard: ReplyCapture | None = None
 
-    @property
-    def prefers_decode(self) -> str | None:
-        """URL of the previous turn's decode instance."""
-        return None if self.before is None else self.before.decode
 
-    def with_tokens(self, body: Body) -> Body:
-        """Return the decode request, which asks for the tokens if they are needed."""
-        wanted = bool(body.get("return_token_ids"))
-        self.heard = ReplyCapture(cut_tokens=not wanted)
-        return body if self.basis is None or wanted else {**body, "return_token_ids": True}
+class AnsweredTurn(NamedTuple):
+    """A turn with its answer in progress.
+
+    Attributes:
+        key: key of the conversation.
+        decode: URL of the decode instance.
+        prefill: URL of the prefill instance; None without prefill.
+        basis: dependencies of its blocks; None if they cannot be reused.
+        capture: fields extracted from decode's answer; None if they are not extracted.
+    """
+
+    key: str
+    decode: str
+    prefill: str | None
+    basis: Basis | None
+    capture: ReplyCapture | None
 
     def capture_fields(self, events: bytes) -> bytes:
         """Pass events to `ReplyCapture.capture_fields`, if their fields are extracted."""
-        return events if self.heard is None else self.heard.capture_fields(events)
+        return events if self.capture is None else self.capture.capture_fields(events)

@@ -147,7 +147,8 @@ class AdmittedRequest(HeldBytes):
     def __exit__(self, *_: object) -> None:
         self.release()
         if self._ticket is not None:
-            self._use.end_request()
+            if self._admission.config.tenant_max_requests is not None:
+                self._use.end_request()
             self._admission.door.leave_queue(self._ticket)
 
     def enter_queue(self) -> Ticket:
@@ -157,12 +158,14 @@ class AdmittedRequest(HeldBytes):
             TooManyRequests: the tenant has too many requests, or the queue is full.
         """
         admission, use = self._admission, self._use
-        most = admission.config.tenant_max_requests
-        use.begin_request()  # counted before the others' are read: see `TenantLedger`
-        has_room = most is None or use.total_requests() <= most
+        most, has_room = admission.config.tenant_max_requests, True
+        if most is not None:
+            use.begin_request()  # counted before the others' are read: see `TenantLedger`
+            has_room = use.total_requests() <= most
         self._ticket = admission.door.enter_queue(self._tenant) if has_room else None
         if self._ticket is None:
-            use.end_request()
+            if most is not None:
+                use.end_request()
             raise admission.refusal("queue_full" if has_room else "tenant_requests")
         return self._ticket
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from epd.errors import BadRequest, NoInstance, RequestRefused
-from epd.request.recovery import Attempt
+from epd.request.recovery import Attempt, FailedAttempt
 from epd.request.request import Request
 from epd.routing.balance import Choice
 from epd.routing.instances import ANSWERING, Instance, Role
@@ -33,26 +33,25 @@ class Choices:
         self._prefills = Choice(table, Role.PREFILL)
         self._decodes = Choice(table, *ANSWERING)
 
-    def has_untried_prefill(self, attempt: Attempt) -> bool:
-        """Return whether there is an eligible prefill instance that has not had the request."""
-        local = attempt.course.prefill_url is not None
-        return not local and self._prefills.has_untried(attempt.tried_prefills)
+    def has_untried(self, failure: FailedAttempt) -> bool:
+        """Return whether an eligible instance of the failed stage has not had the request.
 
-    def has_untried_decode(self, attempt: Attempt) -> bool:
-        """Return whether there is an eligible decode instance that has not had the request.
-
-        A client's choice is not replaced.
+        Neither a client's choice nor the prefill instance beside the proxy is replaced.
         """
-        return attempt.named is None and self._decodes.has_untried(attempt.tried_decodes)
+        attempt = failure.attempt
+        if failure.at_prefill:
+            beside = attempt.course.prefill_url is not None
+            return not beside and self._prefills.has_untried(failure.tried_prefills)
+        return attempt.client_decode is None and self._decodes.has_untried(failure.tried_decodes)
 
-    def choose_prefill(self, request: Request, attempt: Attempt, prefix: Prefix) -> Instance:
+    def choose_prefill(self, attempt: Attempt, prefix: Prefix) -> Instance:
         """Return the prefill instance beside the proxy, or the best one of the table.
 
         Raises:
             NoInstance: there is none.
         """
         if (url := attempt.course.prefill_url) is None:
-            return self._best("prefill", request, attempt, prefix, encodes=True)
+            return self._best("prefill", attempt, prefix, encodes=True)
         if (local := self._table.find_instance(url, Role.PREFILL)) is not None:
             return local
         raise NoInstance(
@@ -63,7 +62,6 @@ class Choices:
 
     def choose_decode(
         self,
-        request: Request,
         attempt: Attempt,
         prefix: Prefix = NO_PREFIX,
         prefill: Instance | None = None,
@@ -76,7 +74,7 @@ class Choices:
             NoInstance: there is no decode instance.
         """
         encodes = prefill is None
-        return attempt.named or self._best("decode", request, attempt, prefix, encodes=encodes)
+        return attempt.client_decode or self._best("decode", attempt, prefix, encodes=encodes)
 
     def named_by_client(self, request: Request) -> Instance | None:
         """Return the decode instance that the client's header names; None if it names none.
@@ -123,7 +121,6 @@ class Choices:
     def _best(
         self,
         stage: Literal["prefill", "decode"],
-        request: Request,
         attempt: Attempt,
         prefix: Prefix,
         *,
@@ -133,7 +130,8 @@ class Choices:
 
         It is preferably that of the previous turn, or else one that has used the same items.
         """
-        config, prefer = request.config, None
+        request, prefer = attempt.request, None
+        config = request.config
         before = None if request.turn is None else request.turn.before
         if stage == "prefill":
             choice, tried, balance = (

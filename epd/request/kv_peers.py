@@ -10,7 +10,7 @@ from epd.json_or_none import json_or_none
 from epd.routing.instances import Instance
 from epd.routing.table import InstanceTable
 from epd.transfer import Params
-from epd.transfer.kv import Handover, KVTransfer
+from epd.transfer.kv import KVTransfer, Prefilled
 from epd.upstream import Upstream
 
 KNOWN_S = 10.0
@@ -34,7 +34,7 @@ class PeerRegistry:
     _known: dict[Member, tuple[Params, float]] = field(default_factory=dict)
     _flights: Flights[Member, Params] = field(default_factory=Flights)
 
-    async def params_for(self, handover: Handover) -> Params | None:
+    async def params_for(self, prefill: Instance, rank: int | None) -> Params | None:
         """Return the facts of a prefill's connector; None if there are none and no URL to query.
 
         A failed query counts as a failure of the instance. A successful one has no effect on
@@ -43,17 +43,18 @@ class PeerRegistry:
         Raises:
             ProxyError: the connector did not answer the query.
         """
-        member = handover.prefill, handover.prefill_rank
+        member = prefill, rank
         known, until_s = self._known.get(member, (None, 0.0))
         if time.monotonic() < until_s:
             return known
-        if (url := self._transfer.peer_url(handover.prefill)) is None:
+        if (url := self._transfer.peer_url(prefill)) is None:
             return None
         return await self._flights.join(member, lambda: self._ask(member, url))
 
-    def learn_facts(self, handover: Handover, replied: Params) -> None:
+    def learn_facts(self, prefilled: Prefilled) -> None:
         """Keep the facts in a prefill's reply."""
-        if (learned := self._transfer.facts_of_reply(handover, replied)) is not None:
+        handover = prefilled.handover
+        if (learned := self._transfer.facts_of_reply(handover, prefilled.reply)) is not None:
             self._remember((handover.prefill, handover.prefill_rank), learned)
 
     def forget_instance(self, instance: Instance) -> None:

@@ -5,7 +5,7 @@ After a failed read-back, the prefill instance skips that engine for a cooldown.
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import structlog
@@ -13,7 +13,7 @@ import structlog
 from ec_store.bounded import BoundedDict
 from epd.conversations.conversations import Conversations
 from epd.conversations.prompts import PromptQuestion, prompt_of
-from epd.conversations.turn import Basis, HeldBlocks, Turn
+from epd.conversations.turn import AnsweredTurn, Basis, HeldBlocks, ReplyCapture, Turn
 from epd.errors import ProxyError, UpstreamDied, UpstreamTimeout
 from epd.request.recovery import Attempt
 from epd.request.request import Request
@@ -22,8 +22,8 @@ from epd.routing.health import HealthState
 from epd.routing.instances import ANSWERING, Instance
 from epd.routing.table import InstanceTable
 from epd.transfer import Params
-from epd.transfer.encoded import EncodedItem
-from epd.transfer.kv import Handover, KVTransfer
+from epd.transfer.encoded import Prompt
+from epd.transfer.kv import Handover, KVTransfer, Prefilled
 from epd.transfer.nixl import engine_of, shorten_params
 
 REST_S = 60.0
@@ -88,29 +88,51 @@ class Readbacks:
         await self._conversations.begin_turn(turn, usable)
 
     async def previous_params(
-        self, request: Request, turn: Turn, attempt: Attempt, prefill: Instance
+        self, turn: Turn, attempt: Attempt, prompt: Prompt, prefill: Instance
     ) -> Params | None:
         """Return `kv_transfer_params` of the previous turn; None if this prefill can use none.
 
         Only the first attempt of a request receives them. The prefill instance also tokenizes the
         prompt.
         """
-        if not self._transfer.bidirectional:
+        request, before = attempt.request, turn.before
+        if before is None or attempt.resent or not self._transfer.bidirectional:
             return None
-        blocks, turn.blocks = turn.blocks, None
-        question = prompt_of(attempt.prompt.body, request.endpoint.tokenized)
-        turn.basis = None if question is None else _basis(question, attempt.encoded_items or ())
-        if blocks is None:
+        if (blocks := before.held) is None:
             return None
         if not self._rests.may_read(prefill.url, blocks.engine):
             self._conversations.results["rested"] += 1
             return None
-        params = None
-        if question is not None and turn.basis and turn.basis.may_continue(blocks.basis):
-            params = await self._params(blocks, question, turn, prefill, request)
+        params, question = None, prompt_of(prompt.body, request.endpoint.tokenized)
+        basis = _basis(question, attempt)
+        if question is not None and basis and basis.may_continue(blocks.basis):
+            params = await self._params(blocks, question, before.decode, prefill, request)
         if params is None:
             self._conversations.results["changed"] += 1
         return params
+
+    def answered_turn(
+        self,
+        attempt: Attempt,
+        prompt: Prompt,
+        decode: Instance,
+        prefilled: Prefilled | None,
+    ) -> AnsweredTurn | None:
+        """Return the turn of a request to decode; None outside a conversation.
+
+        Fields of the answer are extracted if decode continues a prefill of tokens.
+        """
+        request = attempt.request
+        if (turn := request.turn) is None:
+            return None
+        prefill, basis, capture = None, None, None
+        if prefilled is not None:
+            prefill = prefilled.handover.prefill.url
+            if prefilled.has_ended is None and request.endpoint.tokenized:
+                capture = ReplyCapture(cut_tokens=not prompt.body.get("return_token_ids"))
+            if capture is not None and self._transfer.bidirectional:
+                basis = _basis(prompt_of(prompt.body, request.endpoint.tokenized), attempt)
+        return AnsweredTurn(turn.key, decode.url, prefill, basis, capture)
 
     def record_result(self, handover: Handover, error: ProxyError | None = None) -> None:
         """Record the result of a prefill that was asked to read blocks."""
@@ -135,7 +157,7 @@ class Readbacks:
         self,
         blocks: HeldBlocks,
         question: PromptQuestion,
-        turn: Turn,
+        decode: str,
         prefill: Instance,
         request: Request,
     ) -> Params | None:
@@ -153,16 +175,22 @@ class Readbacks:
             raise
         except (ProxyError, ValueError):
             return None
-        size = self._block_tokens(turn.prefers_decode)
+        size = self._block_tokens(decode)
         return shorten_params(blocks.params, shared, size) if size else None
 
-    def _block_tokens(self, decode: str | None) -> int:
+    def _block_tokens(self, decode: str) -> int:
         """Return the tokens per block of a decode instance; 0 if it has not reported them."""
-        instance = None if decode is None else self._table.find_instance(decode, *ANSWERING)
+        instance = self._table.find_instance(decode, *ANSWERING)
         return 0 if instance is None else self._table.load(instance).block_tokens
 
 
-def _basis(question: PromptQuestion, items: Sequence[EncodedItem]) -> Basis | None:
-    """Return what the blocks of a request depend on; None if an engine made the key of an item."""
+def _basis(question: PromptQuestion | None, attempt: Attempt) -> Basis | None:
+    """Return what the blocks of a request depend on; None if unknown.
+
+    It is unknown if an engine made the key of an item.
+    """
+    if question is None:
+        return None
+    items = attempt.encoded_items or ()
     keys = [encoded.encoded.identifier or encoded.item.engine_name for encoded in items]
     return None if None in keys else Basis(question.form, tuple(filter(None, keys)))

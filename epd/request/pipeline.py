@@ -11,24 +11,27 @@ from epd.errors import NoInstance, ProxyError
 from epd.media.fetch import MediaFetcher
 from epd.policies.plan import Course, Facts
 from epd.request.choices import Choices
+from epd.request.early_choice import ANY_CONSUMER, EarlyChoice, Target
 from epd.request.encode import Encoder
 from epd.request.encode_job import EncodeJob
-from epd.request.prefill_decode import DecodeAnswer, PrefillDecodeStages, needs_prefill
+from epd.request.prefill_decode import DecodeAnswer, PrefillDecodeStages
 from epd.request.prefix import marked_prompt, request_prefix
 from epd.request.quarantine import Quarantine
-from epd.request.recovery import MAX_ATTEMPTS, Attempt, FailedAttempt, next_attempt
-from epd.request.releases import Releases
+from epd.request.recovery import (
+    MAX_ATTEMPTS,
+    NO_PROMPT,
+    Attempt,
+    FailedAttempt,
+    next_attempt,
+)
 from epd.request.request import Request
 from epd.request.request_media import keyed_request, media_prompt
 from epd.routing.fatal import FatalRequests
-from epd.routing.instances import ANSWERING, CONSUMERS, Instance, Role
-from epd.routing.namespaces import Namespaces
-from epd.routing.prefix import NO_PREFIX
-from epd.routing.retries import Retries
-from epd.routing.table import InstanceTable, Reservation, Work
+from epd.routing.instances import ANSWERING, Instance, Role
+from epd.routing.retries import Retries, Tries
+from epd.routing.table import InstanceTable, Work
 from epd.transfer.ec import ECTransfer
 from epd.transfer.encoded import EncodedItem, Prompt
-from epd.transfer.kv import Handover
 
 Coordinate = Callable[[Facts], tuple[str, Course] | None]
 """Returns the deciding policy and the course of a request; None if no policy decides."""
@@ -38,7 +41,7 @@ Coordinate = Callable[[Facts], tuple[str, Course] | None]
 class Pipeline:
     """Pipeline that runs requests through the stages.
 
-    `_namespaces` is None without a store and without pushed outputs. `_by_content` tells whether
+    `_early_choice` is None without a store and without pushed outputs. `_by_content` tells whether
     instances are chosen by the content of prompts.
     """
 
@@ -49,9 +52,8 @@ class Pipeline:
     _transfer: ECTransfer
     _encoder: Encoder
     _prefill_decode: PrefillDecodeStages
-    _namespaces: Namespaces | None
+    _early_choice: EarlyChoice | None
     _choices: Choices
-    _releases: Releases
     _fatal: FatalRequests
     _quarantine: Quarantine
     _by_content: bool
@@ -67,82 +69,77 @@ class Pipeline:
             BadRequest: the request is invalid.
             ProxyError: a stage failed.
         """
-        named = self._choices.named_by_client(request)
-        attempt = Attempt(self._choose_course(request, named), named)
+        client_decode = self._choices.named_by_client(request)
+        course = self._choose_course(request, client_decode)
         request = await self._keyed(request)
         async with self._quarantine.context_for(request.watched):
             with ExitStack() as claims, self._retries.tries(MAX_ATTEMPTS) as tries:
-                while True:
-                    try:
-                        answer = await self._run_attempt(request, attempt, claims)
-                    except ProxyError as error:
-                        following = self._next_attempt(request, attempt, error)
-                        if following is None:
-                            raise
-                        await tries.next_try(error)
-                        attempt = following
-                        request.record.add_retry()
-                    else:
-                        if attempt.course.local:
-                            answer.claims = claims.pop_all()
-                        return answer
+                result: DecodeAnswer | Attempt = Attempt(request, course, client_decode)
+                while isinstance(result, Attempt):
+                    result = await self._run_attempt(result, claims, tries)
+                if course.local:
+                    result.claims = claims.pop_all()
+                return result
 
     async def _run_attempt(
-        self, request: Request, attempt: Attempt, claims: ExitStack
-    ) -> DecodeAnswer:
+        self, attempt: Attempt, claims: ExitStack, tries: Tries
+    ) -> DecodeAnswer | Attempt:
         """Send a request through its stages once: encode, prefill, decode.
 
-        Raises:
-            ProxyError: a step failed. The attempt has the results of the steps before.
-        """
-        stages = self._prefill_decode
-        attempt.without_prefill |= (
-            attempt.course.prefill
-            and request.config.on_prefill_failure == "local"
-            and not self._table.has(Role.PREFILL)
-        )
-        first = await self._choose_early(request, attempt)
-        if (job := self._encode_job(request, attempt, first)) is not None:
-            with job.consumer_reservation or nullcontext():
-                encoded_items = await self._encoder.encode(job, claims)
-                if attempt.encoded_items is None:
-                    await self._remember_names(request, encoded_items)
-            attempt.encoded_items, attempt.namespace = encoded_items, job.namespace
-        prompt = attempt.prompt = self._prompt(request, attempt)
-        first = first or await stages.choose_first(request, attempt, prompt.prefix)
-        attempt.first = first
-        if first.instance.role is not Role.PREFILL:
-            return await stages.decode(request, attempt, first.instance, first.rank)
-        request_id = request.child_id() if attempt.resent else request.id
-        handover = attempt.handover = Handover(request_id, first.instance, first.rank)
-        at_once = await stages.prepare(request, attempt, handover)
-        try:
-            if not at_once:
-                await stages.prefill(request, attempt, handover)
-            decode = handover.decode = handover.decode or self._choices.choose_decode(
-                request, attempt, prompt.prefix, first.instance
-            )
-            if at_once:
-                return await stages.prefill_and_decode(request, attempt, decode, handover)
-            return await stages.decode(request, attempt, decode)
-        except BaseException as error:
-            self._releases.release_unread(request, attempt, handover, error)
-            raise
+        Return decode's answer, or after a failure the next attempt, once it may begin.
 
-    def _next_attempt(
-        self, request: Request, attempt: Attempt, error: ProxyError
-    ) -> Attempt | None:
+        Raises:
+            ProxyError: a step failed, and no attempt follows.
+        """
+        request, stages = attempt.request, self._prefill_decode
+        target, prompt = ANY_CONSUMER, NO_PROMPT
+        prefill, decode, reads_back = None, None, False
+        try:
+            if attempt.course.prefill and not self._table.has(Role.PREFILL):
+                local = request.config.on_prefill_failure == "local"
+                attempt = attempt._replace(without_prefill=local)
+            if request.items and self._early_choice is not None:
+                target = await self._early_choice.choose_target(attempt)
+            if (job := self._encode_job(attempt, target)) is not None:
+                with target.consumer or nullcontext():
+                    encoded_items = await self._encoder.encode(job, claims)
+                    if attempt.encoded_items is None:
+                        await self._remember_names(request, encoded_items)
+                attempt = attempt._replace(encoded_items=encoded_items, namespace=job.namespace)
+            prompt = self._prompt(attempt)
+            first = target.first or await stages.choose_first(attempt, prompt.prefix)
+            if first.instance.role is not Role.PREFILL:
+                decode = first.instance
+                return await stages.decode(attempt, prompt, decode, first.rank)
+            prefill = first.instance
+            handover = await stages.prepare(attempt, prompt, first)
+            reads_back = handover.earlier is not None
+            prefilled = None
+            if not handover.concurrent:
+                prefilled = await stages.prefill(attempt, prompt, handover)
+            decode = handover.decode or self._choices.choose_decode(attempt, prompt.prefix, prefill)
+            if prefilled is None:
+                return await stages.prefill_and_decode(attempt, prompt, handover, decode)
+            # Prefill's blocks are released unless decode accepts this.
+            return await stages.decode(attempt, prompt, decode, prefilled=prefilled)
+        except ProxyError as error:
+            following = self._next_attempt(
+                FailedAttempt(attempt, error, prompt, prefill, decode, reads_back)
+            )
+            if following is None:
+                raise
+            await tries.next_try(error)
+            request.record.add_retry()
+            return following
+
+    def _next_attempt(self, failure: FailedAttempt) -> Attempt | None:
         """Return the attempt that follows a failed one; None if the client gets the error."""
+        request = failure.attempt.request
         if request.is_spent:
             return None
-        at_prefill = error.stage == "prefill"
-        has_untried = (
-            self._choices.has_untried_prefill if at_prefill else self._choices.has_untried_decode
-        )
+        others = self._choices.has_untried(failure)
         local = request.config.on_prefill_failure == "local"
-        return next_attempt(
-            FailedAttempt(attempt, error, has_untried(attempt), may_prefill_locally=local)
-        )
+        return next_attempt(failure._replace(others=others, may_prefill_locally=local))
 
     async def encode(self, request: Request) -> list[EncodedItem]:
         """Encode the items of a request that asks for nothing else, and remember their keys.
@@ -152,7 +149,8 @@ class Pipeline:
             ProxyError: an item failed.
         """
         request = await self._keyed(request)
-        job = EncodeJob(request, namespace=self._namespace(None))
+        early = self._early_choice
+        job = EncodeJob(request, namespace=None if early is None else early.shared_namespace)
         async with self._quarantine.context_for(request.watched):
             encoded_items = await self._encoder.encode(job)
         await self._keys.remember_names(request.body, encoded_items, request.tenant, request.config)
@@ -169,14 +167,14 @@ class Pipeline:
         self._fatal.check(request.watched, [item.identity for item in request.items])
         return request
 
-    def _choose_course(self, request: Request, named: Instance | None) -> Course:
+    def _choose_course(self, request: Request, client_decode: Instance | None) -> Course:
         """Return the course of a request, as the policies decide it.
 
         Raises:
             NoInstance: no policy applies to the request.
         """
         roles = self._table.roles
-        if named is not None and roles.isdisjoint(ANSWERING):
+        if client_decode is not None and roles.isdisjoint(ANSWERING):
             roles |= {Role.DECODE}
         facts = Facts(
             request.endpoint.path,
@@ -194,62 +192,27 @@ class Pipeline:
         request.record.add_policy(policy)
         return course
 
-    async def _choose_early(self, request: Request, attempt: Attempt) -> Reservation | None:
-        """Choose the instance that gets the prompt, if it must be known before the encode.
-
-        It must in two cases: the transfer pushes outputs to it, or consumers have different
-        namespaces, so that an output is usable in only one of them.
-
-        Raises:
-            ProxyError: no instance is available, or the choice failed.
-        """
-        if self._namespaces is None or not request.items:
-            return None
-        differ = attempt.course.encode and len(self._namespaces.of_consumers()) > 1
-        if not (self._transfer.pushed or differ):
-            return None
-        if not needs_prefill(request, attempt) and not self._table.has(Role.PREFILL_DECODE):
-            return None
-        prefix = request_prefix(request) if self._by_content else NO_PREFIX
-        return await self._prefill_decode.choose_first(request, attempt, prefix)
-
-    def _encode_job(
-        self, request: Request, attempt: Attempt, first: Reservation | None
-    ) -> EncodeJob | None:
+    def _encode_job(self, attempt: Attempt, target: Target) -> EncodeJob | None:
         """Return the items to encode; None without items, or if an earlier attempt encoded them."""
-        namespace = self._namespace(first)
+        request = attempt.request
         usable = attempt.encoded_items is not None and not self._transfer.pushed
-        if not request.items or (usable and namespace == attempt.namespace):
+        if not request.items or (usable and target.namespace == attempt.namespace):
             return None
-        consumer = first if first is not None and first.instance.role in CONSUMERS else None
+        consumer, namespace = target.consumer, target.namespace
         return EncodeJob(request, attempt.course, consumer, namespace, attempt.reencode)
 
     async def _remember_names(self, request: Request, encoded_items: Sequence[EncodedItem]) -> None:
         named = [known for known in encoded_items if known.item.uuid is not None]
         await self._keys.remember_names(request.body, named, request.tenant, request.config)
 
-    def _namespace(self, first: Reservation | None) -> str | None:
-        """Return the namespace in which the consumer looks up outputs; None if unknown."""
-        if self._namespaces is None:
-            return None
-        if first is not None and first.instance.role in CONSUMERS:
-            return self._namespaces.namespace_of(first.instance)
-        known = self._namespaces.of_consumers()
-        return next(iter(known)) if len(known) == 1 else None
-
-    def _prompt(self, request: Request, attempt: Attempt) -> Prompt:
+    def _prompt(self, attempt: Attempt) -> Prompt:
         """Return the request for prefill and decode, with its content if it is needed."""
+        request, encoded_items = attempt.request, attempt.encoded_items or ()
         if attempt.without_prefill:
             request.record.add_degraded("prefill-local")
-        encoded_items = attempt.encoded_items or ()
         if request.items:
-            prompt = media_prompt(
-                request,
-                attempt,
-                encoded_items,
-                self._transfer,
-                has_decode=self._table.has(Role.DECODE),
-            )
+            has_decode = self._table.has(Role.DECODE)
+            prompt = media_prompt(attempt, self._transfer, has_decode=has_decode)
         else:
             prompt = Prompt(request.body, work=Work(request.text_bytes // BYTES_PER_TOKEN))
         if not self._by_content:

@@ -3,26 +3,29 @@
 import asyncio
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from epd.aio import end_tasks, errors_of
 from epd.api.usage import Usage
-from epd.conversations.turn import Turn
-from epd.errors import ProxyError, Stage, SuspectedFatal, UpstreamDied, slug_of
+from epd.conversations.turn import AnsweredTurn
+from epd.errors import ProxyError, SuspectedFatal, UpstreamDied, slug_of
 from epd.request.choices import Choices
 from epd.request.kv_peers import PeerRegistry
 from epd.request.kv_readback import Readbacks
 from epd.request.recovery import Attempt
+from epd.request.releases import Releases
 from epd.request.request import Request
-from epd.request.stages import Stages
+from epd.request.stages import Stages, wait_beginning
 from epd.routing.fatal import FatalRequests
 from epd.routing.instances import Instance
 from epd.routing.prefix import NO_PREFIX, Prefix
 from epd.routing.table import NO_WORK, InFlight, InstanceTable, Reservation
 from epd.routing.watched import Watched
 from epd.transfer import with_params
-from epd.transfer.kv import Handover, KVTransfer
+from epd.transfer.encoded import Prompt
+from epd.transfer.kv import Handover, KVTransfer, Prefilled
 from epd.upstream import Reply
 
 if TYPE_CHECKING:
@@ -33,10 +36,10 @@ DIES_WITHIN_S = 1.0
 seconds."""
 
 
-def needs_prefill(request: Request, attempt: Attempt) -> bool:
+def needs_prefill(attempt: Attempt) -> bool:
     """Return whether a prefill instance computes the prompt, and not decode itself."""
     planned = attempt.course.prefill and not attempt.without_prefill
-    return planned and request.endpoint.can_prefill(request.body)
+    return planned and attempt.request.endpoint.can_prefill(attempt.request.body)
 
 
 @dataclass(slots=True, eq=False)
@@ -50,15 +53,15 @@ class DecodeAnswer:
         span: span of the request to decode, until the answer has been relayed; None without
             tracing.
         turn: the conversation turn; None for a request outside a conversation.
-        usage: prefill's numbers for the client's answer; None if decode prefilled.
+        usage: prefill's numbers for the client's answer; empty if decode prefilled.
         engine_died: whether the stream reported the death of its engine.
         claims: claims of the entries that decode is writing; None for none.
     """
 
     reply: Reply
     span: "Span | None"
-    turn: Turn | None
-    usage: Usage | None
+    turn: AnsweredTurn | None
+    usage: Usage
     _using: InFlight
     _fatal: FatalRequests
     _watched: Watched
@@ -99,166 +102,198 @@ class PrefillDecodeStages:
     _transfer: KVTransfer
     _peers: PeerRegistry | None
     _readbacks: Readbacks
+    _releases: Releases
     _fatal: FatalRequests
 
-    async def choose_first(self, request: Request, attempt: Attempt, prefix: Prefix) -> Reservation:
+    async def choose_first(self, attempt: Attempt, prefix: Prefix) -> Reservation:
         """Choose the instance that computes the prompt: prefill, or decode alone.
 
         Raises:
             ProxyError: no instance is available, or the choice failed.
         """
+        request = attempt.request
         if request.turn is not None:
             await self._readbacks.begin_turn(request.turn)
-        if needs_prefill(request, attempt):
-            instance = self._choices.choose_prefill(request, attempt, prefix)
+        if needs_prefill(attempt):
+            instance = self._choices.choose_prefill(attempt, prefix)
             return self._table.reserve_place(instance, prefix=_for_prefill(request, prefix))
-        instance = self._choices.choose_decode(request, attempt, prefix)
+        instance = self._choices.choose_decode(attempt, prefix)
         return self._table.reserve_place(instance, prefix=_for_decode(request, prefix))
 
-    async def prepare(self, request: Request, attempt: Attempt, handover: Handover) -> bool:
-        """Collect what prefill and decode need to know of each other.
+    async def prepare(self, attempt: Attempt, prompt: Prompt, first: Reservation) -> Handover:
+        """Return what prefill and decode need to know of each other.
 
-        Return whether they run at the same time.
+        Decode is chosen now if prefill has to know it.
 
         Raises:
             ProxyError: no instance is available, or a request to one failed.
         """
+        request, prefill, earlier = attempt.request, first.instance, None
+        transfer, peers = self._transfer, self._peers
+        request_id = request.child_id() if attempt.resent else request.id
         if request.turn is not None:
             try:
-                handover.earlier = await self._readbacks.previous_params(
-                    request, request.turn, attempt, handover.prefill
+                earlier = await self._readbacks.previous_params(
+                    request.turn, attempt, prompt, prefill
                 )
             except UpstreamDied as error:
-                raise self._final_error(request, attempt, handover.prefill, error) from (
-                    error.__cause__
-                )
-        if self._transfer.eager:
-            handover.decode = self._choices.choose_decode(
-                request, attempt, attempt.prompt.prefix, handover.prefill
-            )
-        if self._peers is not None:
-            handover.peer = await self._peers.params_for(handover)
-        return self._transfer.decode_concurrent(handover)
+                raise self._final_error(attempt, prefill, error) from error.__cause__
+        decode = None
+        if transfer.eager:
+            decode = self._choices.choose_decode(attempt, prompt.prefix, prefill)
+        peer = None if peers is None else await peers.params_for(prefill, first.rank)
+        concurrent = transfer.decode_concurrent(peer)
+        return Handover(request_id, prefill, first.rank, decode, peer, earlier, concurrent)
 
-    async def prefill(self, request: Request, attempt: Attempt, handover: Handover) -> None:
-        """Send the request to prefill. If decode is chosen already, reserve its place.
+    async def prefill(self, attempt: Attempt, prompt: Prompt, handover: Handover) -> Prefilled:
+        """Return prefill's result. If decode is chosen already, reserve its place meanwhile.
 
         Raises:
             ProxyError: the instance failed, or rejected the request.
         """
-        decode = handover.decode
-        with nullcontext() if decode is None else self._table.reserve_place(decode):
-            await self._prefill(request, attempt, handover)
-        handover.prefilled = True
-
-    async def decode(
-        self, request: Request, attempt: Attempt, instance: Instance, rank: int | None = None
-    ) -> DecodeAnswer:
-        """Return decode's answer, opened. Without a handover, decode prefills the request.
-
-        Raises:
-            ProxyError: the instance failed, or rejected the request.
-        """
-        prompt, handover = attempt.prompt, attempt.handover
-        work, prefill = prompt.work, None
-        if handover is not None:
-            work, prefill = NO_WORK, handover.prefill
-            body = with_params(prompt.body, handover.params)
-            if handover.prefilled and request.turn is not None and request.endpoint.tokenized:
-                body = request.turn.with_tokens(body)
-            prompt = prompt._replace(body=body)
+        request, decode = attempt.request, handover.decode
         using = self._table.track_request(
-            instance, rank=rank, prefix=_for_decode(request, prompt.prefix), work=work
-        ).begin_request()
-        if handover is None:
-            request.record.add_prefix(using.matched)
-        try:
-            reply, span = await self._stages.decode(instance, prompt, request, using.rank, handover)
-        except BaseException as error:
-            using.end_request(error)
-            if not isinstance(error, ProxyError):
-                raise
-            loads = _may_lack_state("decode", attempt, loads_blocks=handover is not None)
-            names = prompt.named and handover is None
-            request.doubts.add(error, using, loads=loads, names=names)
-            if handover is not None:
-                self._forget_peer(handover, error)
-            raise self._final_error(request, attempt, instance, error) from error.__cause__
-        using.record_answer()
-        request.doubts.settle(instance)
-        if request.turn is not None:
-            request.turn.decode = instance.url
-            request.turn.prefill = None if prefill is None else prefill.url
-        return DecodeAnswer(
-            reply,
-            span,
-            request.turn,
-            None if handover is None else handover.usage,
-            using,
-            self._fatal,
-            request.watched,
-            attempt.local_identities,
-        )
-
-    async def prefill_and_decode(
-        self, request: Request, attempt: Attempt, decode: Instance, handover: Handover
-    ) -> DecodeAnswer:
-        """Decode while prefill runs. Decode's head may precede its tokens by a long time.
-
-        Raises:
-            ProxyError: the first failure of the two.
-        """
-        handover.params = self._transfer.decode_params(handover, {})
-        prefilling = asyncio.create_task(self._prefill(request, attempt, handover))
-        decoding = asyncio.create_task(self.decode(request, attempt, decode))
-        try:
-            await wait_both(prefilling, decoding)
-        except BaseException as error:
-            handover.prefilled = isinstance(error, ProxyError) and _has_result(prefilling)
-            if _has_result(decoding):  # the instance of an abandoned answer is not blamed
-                decoding.result().close(asyncio.CancelledError())
-            raise
-        answer = decoding.result()
-        answer.usage = handover.usage
-        return answer
-
-    async def _prefill(self, request: Request, attempt: Attempt, handover: Handover) -> None:
-        instance, prompt = handover.prefill, attempt.prompt
-        using = self._table.track_request(
-            instance,
+            handover.prefill,
             rank=handover.prefill_rank,
             prefix=_for_prefill(request, prompt.prefix),
             work=prompt.work,
         )
         reads_back = handover.earlier is not None
         try:
-            with using:
+            with using, nullcontext() if decode is None else self._table.reserve_place(decode):
                 request.record.add_prefix(using.matched)
-                replied = await self._stages.prefill(self._transfer, handover, prompt, request)
+                prefilled = await self._stages.prefill(self._transfer, handover, prompt, request)
         except ProxyError as error:
-            loads = _may_lack_state("prefill", attempt, loads_blocks=reads_back)
-            request.doubts.add(error, using, loads=loads, names=prompt.named)
-            self._forget_peer(handover, error)
+            self._forget_peer(handover.prefill, error)
             if reads_back:
                 self._readbacks.record_result(handover, error)
-            raise self._final_error(request, attempt, instance, error) from error.__cause__
-        request.doubts.settle(instance)
+                prompt = prompt._replace(depends=True)
+            raise self._judged(attempt, prompt, using, error) from error.__cause__
+        request.doubts.settle(handover.prefill)
         if self._peers is not None:
-            self._peers.learn_facts(handover, replied)
+            self._peers.learn_facts(prefilled)
         if reads_back:
             self._readbacks.record_result(handover)
+        return prefilled
 
-    def _forget_peer(self, handover: Handover, error: ProxyError) -> None:
+    async def decode(
+        self,
+        attempt: Attempt,
+        prompt: Prompt,
+        instance: Instance,
+        rank: int | None = None,
+        prefilled: Prefilled | None = None,
+    ) -> DecodeAnswer:
+        """Return decode's answer, opened. Without a prefill, decode prefills the request.
+
+        Raises:
+            ProxyError: the instance failed, or rejected the request.
+        """
+        request, work, prefill, turn = attempt.request, prompt.work, None, None
+        if request.turn is not None:
+            turn = self._readbacks.answered_turn(attempt, prompt, instance, prefilled)
+        if prefilled is not None:
+            work, prefill = NO_WORK, prefilled.handover.prefill
+            body = with_params(prompt.body, prefilled.params)
+            if turn is not None and turn.basis is not None:
+                body = {**body, "return_token_ids": True}
+            # Decode loads blocks, and ignores the media.
+            prompt = prompt._replace(body=body, depends=True, named=False)
+        using = self._table.track_request(
+            instance, rank=rank, prefix=_for_decode(request, prompt.prefix), work=work
+        ).begin_request()
+        if prefilled is None:
+            request.record.add_prefix(using.matched)
+        try:
+            with request.record.time_stage("decode", instance.url) as timed:
+                reply = await self._open(attempt, prompt, using, prefilled, timed.span)
+                always_whole = turn is not None and turn.capture is not None
+                await wait_beginning(reply, request, always_whole=always_whole)
+        except BaseException as error:
+            using.end_request(error)
+            if not isinstance(error, ProxyError):
+                raise
+            if prefill is not None:
+                self._forget_peer(prefill, error)
+            raise self._judged(attempt, prompt, using, error) from error.__cause__
+        request.record.wait_for("answer")
+        using.record_answer()
+        request.doubts.settle(instance)
+        usage = {} if prefilled is None else prefilled.usage
+        watched, local = request.watched, attempt.local_identities
+        return DecodeAnswer(reply, timed.span, turn, usage, using, self._fatal, watched, local)
+
+    async def _open(
+        self,
+        attempt: Attempt,
+        prompt: Prompt,
+        using: InFlight,
+        prefilled: Prefilled | None,
+        span: "Span | None",
+    ) -> Reply:
+        """Return the head of decode's answer. If it does not come, prefill's blocks are released.
+
+        Raises:
+            ProxyError: the instance failed, or rejected the request.
+        """
+        request, instance, stages = attempt.request, using.instance, self._stages
+        request_id = request.id if prefilled is None else prefilled.handover.request_id
+        try:
+            return await stages.decode(instance, prompt, request, request_id, using.rank, span)
+        except BaseException as error:
+            if prefilled is not None and _are_held(prefilled, error):
+                tried = (*attempt.avoided_decodes, instance)
+                self._releases.release_unread(request, prompt.body, tried, error)
+            raise
+
+    async def prefill_and_decode(
+        self,
+        attempt: Attempt,
+        prompt: Prompt,
+        handover: Handover,
+        decode: Instance,
+    ) -> DecodeAnswer:
+        """Decode while prefill runs. Decode's head may precede its tokens by a long time.
+
+        Raises:
+            ProxyError: the first failure of the two.
+        """
+        params = self._transfer.decode_params(handover, {})
+        prefilling = asyncio.create_task(self.prefill(attempt, prompt, handover))
+        begun = Prefilled(handover, params, {}, {}, partial(_has_result, prefilling))
+        decoding = asyncio.create_task(self.decode(attempt, prompt, decode, prefilled=begun))
+        try:
+            await wait_both(prefilling, decoding)
+        except BaseException:
+            if _has_result(decoding):  # the instance of an abandoned answer is not blamed
+                decoding.result().close(asyncio.CancelledError())
+            raise
+        return replace(decoding.result(), usage=prefilling.result().usage)
+
+    def _forget_peer(self, prefill: Instance, error: ProxyError) -> None:
         """Drop the facts about prefill's connector: it may have been replaced."""
         if self._peers is not None and not error.rejects_request:
-            self._peers.forget_instance(handover.prefill)
+            self._peers.forget_instance(prefill)
 
-    def _final_error(
-        self, request: Request, attempt: Attempt, instance: Instance, error: ProxyError
+    def _judged(
+        self,
+        attempt: Attempt,
+        prompt: Prompt,
+        using: InFlight,
+        error: ProxyError,
     ) -> ProxyError:
+        """Return the final error of a request to an instance, after judging the instance.
+
+        Only the first 500 of a stage may mean that an entry or KV blocks are missing.
+        """
+        loads = prompt.depends and error.stage not in attempt.failures
+        attempt.request.doubts.add(error, using, loads=loads, names=prompt.named)
+        return self._final_error(attempt, using.instance, error)
+
+    def _final_error(self, attempt: Attempt, instance: Instance, error: ProxyError) -> ProxyError:
         """Return the final error of an attempt, after counting a death of its instance."""
         items = attempt.local_identities
-        return self._fatal.final_error(error, instance, request.watched, items)
+        return self._fatal.final_error(error, instance, attempt.request.watched, items)
 
 
 def _for_prefill(request: Request, prefix: Prefix) -> Prefix:
@@ -269,15 +304,7 @@ def _for_decode(request: Request, prefix: Prefix) -> Prefix:
     return prefix if request.config.decode_balance == "content" else NO_PREFIX
 
 
-def _may_lack_state(stage: Stage, attempt: Attempt, *, loads_blocks: bool) -> bool:
-    """Return whether a 500 of this stage may mean that an entry or KV blocks are missing.
-
-    Only the first 500 of a stage may.
-    """
-    return (attempt.prompt.depends or loads_blocks) and stage not in attempt.failures
-
-
-async def wait_both(prefilling: asyncio.Task[None], decoding: asyncio.Task[Any]) -> None:
+async def wait_both(prefilling: asyncio.Task[Any], decoding: asyncio.Task[Any]) -> None:
     """Wait for prefill and decode of one attempt. At a failure, end the other one.
 
     If one of them dies of the request, the other may die a moment later. Its death is counted only
@@ -302,3 +329,12 @@ async def wait_both(prefilling: asyncio.Task[None], decoding: asyncio.Task[Any])
 
 def _has_result(task: asyncio.Task[Any]) -> bool:
     return task.done() and not task.cancelled() and task.exception() is None
+
+
+def _are_held(prefilled: Prefilled, error: BaseException) -> bool:
+    """Return whether prefill holds blocks when its decode ends in this error.
+
+    A cancellation ends a prefill in progress too, which then releases them.
+    """
+    has_ended = prefilled.has_ended
+    return has_ended is None or (isinstance(error, ProxyError) and has_ended())

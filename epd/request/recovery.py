@@ -5,16 +5,15 @@ docs/decisions/011-trying-again.md.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from http import HTTPStatus
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from epd.errors import MediaFetchFailed, ProxyError, Stage, UpstreamTimeout, UpstreamUnreachable
 from epd.policies.plan import Course
+from epd.request.request import Request
 from epd.routing.instances import Instance
-from epd.routing.table import Reservation
 from epd.transfer.encoded import EncodedItem, Prompt
-from epd.transfer.kv import Handover
 
 MAX_FAILURES = 2
 """Failures of prefill, and of decode, after which the stage is not retried; unreachable instances
@@ -55,15 +54,24 @@ def retry_delay_s(error: ProxyError, *, others: bool, patience_s: float = 0.0) -
 NO_PROMPT = Prompt({})
 
 
-@dataclass(slots=True)
-class Attempt:
-    """How a request is sent once, and what the steps of this attempt have gathered.
+class SendForm(IntEnum):
+    """Form in which items are sent to prefill and decode. A retry may need a later one."""
 
-    `next_attempt` makes the next one of a failed one. `Pipeline` sets `encoded_items`,
-    `without_prefill` and the fields from `namespace` on, step by step.
+    METADATA = 0
+    """Placeholder metadata, if they are enough for the answer (`consumer_body`)."""
+    MEDIA = 1
+    """All media: an instance rejected their metadata, or entries may be lost."""
+    UNNAMED = 2
+    """All media without names, so that the consumer encodes them: it may have cached a name without
+    its media, and lack the entry."""
+
+
+class Attempt(NamedTuple):
+    """How a request is sent once. `next_attempt` makes the next one of a failed one.
 
     Attributes:
-        named: the decode instance that the client names; None for any.
+        request: the client's request, with the keys of its items.
+        client_decode: the decode instance that the client names; None for any.
         avoided_prefills: prefill instances to which any other is preferred: they were chosen
             before, and may be at fault.
         avoided_decodes: decode instances to which any other is preferred, for the same reason.
@@ -72,36 +80,28 @@ class Attempt:
             earlier stage may be at fault.
         resent: whether a prefill instance had the request before. The request then gets a new id,
             because connectors must not confuse the attempts.
+        form: form in which items are sent.
         reencode: whether entries may be lost: items without outputs of an earlier attempt are
-            encoded although they are stored, and the media are sent too.
-        raw: whether all media are sent, because an instance rejected the metadata in their place.
-        unnamed: whether all media are sent without names, so that the consumer encodes them: it
-            may have cached a name without its media, and lack the entry.
+            encoded although they are stored.
         without_prefill: whether decode does prefill's work.
         encoded_items: an encoder output for each item, from this attempt or an earlier one; None
             before the first encode.
         namespace: namespace of the consumer for which they were encoded, if known.
-        prompt: the request for prefill and decode; `NO_PROMPT` until the items are encoded.
-        first: place at the instance that computes the prompt: prefill, or decode alone.
-        handover: the prefill instance with its facts for decode; None without prefill.
     """
 
+    request: Request
     course: Course
-    named: Instance | None = None
+    client_decode: Instance | None = None
     avoided_prefills: tuple[Instance, ...] = ()
     avoided_decodes: tuple[Instance, ...] = ()
     failures: tuple[Stage, ...] = ()
     doubtful: Instance | None = None
     resent: bool = False
+    form: SendForm = SendForm.METADATA
     reencode: bool = False
-    raw: bool = False
-    unnamed: bool = False
     without_prefill: bool = False
     encoded_items: Sequence[EncodedItem] | None = None
     namespace: str | None = None
-    prompt: Prompt = field(default=NO_PROMPT, init=False)
-    first: Reservation | None = field(default=None, init=False)
-    handover: Handover | None = field(default=None, init=False)
 
     @property
     def local_identities(self) -> Sequence[str]:
@@ -109,32 +109,25 @@ class Attempt:
         items = self.encoded_items or ()
         return [known.item.identity for known in items if known.result == "local"]
 
-    @property
-    def tried_prefills(self) -> tuple[Instance, ...]:
-        """The avoided prefill instances, and the one that was chosen."""
-        chosen = () if self.handover is None else (self.handover.prefill,)
-        return (*self.avoided_prefills, *chosen)
-
-    @property
-    def tried_decodes(self) -> tuple[Instance, ...]:
-        """The avoided decode instances, and the one that was chosen."""
-        if self.handover is not None:
-            chosen = self.handover.decode
-        else:
-            chosen = None if self.first is None else self.first.instance
-        return self.avoided_decodes if chosen is None else (*self.avoided_decodes, chosen)
-
 
 class FailedAttempt(NamedTuple):
     """Failed attempt.
 
     Attributes:
+        prompt: the request for prefill and decode; `NO_PROMPT` if it failed before.
+        prefill: the prefill instance that was chosen; None without prefill, or before its choice.
+        decode: the decode instance that was chosen; None before its choice.
+        reads_back: whether prefill was asked to read the blocks of the previous turn.
         others: whether there is an instance of the failed stage that has not had the request.
         may_prefill_locally: whether decode may do prefill's work (`--on-prefill-failure local`).
     """
 
     attempt: Attempt
     error: ProxyError
+    prompt: Prompt = NO_PROMPT
+    prefill: Instance | None = None
+    decode: Instance | None = None
+    reads_back: bool = False
     others: bool = False
     may_prefill_locally: bool = False
 
@@ -155,24 +148,36 @@ class FailedAttempt(NamedTuple):
         """Number of failures of the failed stage."""
         return self.failures.count(self.error.stage)
 
+    @property
+    def tried_prefills(self) -> tuple[Instance, ...]:
+        """The avoided prefill instances, and the one that was chosen."""
+        avoided, chosen = self.attempt.avoided_prefills, self.prefill
+        return avoided if chosen is None else (*avoided, chosen)
+
+    @property
+    def tried_decodes(self) -> tuple[Instance, ...]:
+        """The avoided decode instances, and the one that was chosen."""
+        avoided, chosen = self.attempt.avoided_decodes, self.decode
+        return avoided if chosen is None else (*avoided, chosen)
+
     def following(self, **changes: Any) -> Attempt:
         """Return the next attempt with these changes. It avoids the instances chosen before."""
         attempt, doubtful = self.attempt, self.attempt.doubtful
-        prefills, decodes = attempt.tried_prefills, attempt.avoided_decodes
+        prefills, decodes = self.tried_prefills, attempt.avoided_decodes
         if not self.at_prefill:
-            decodes = attempt.tried_decodes
+            decodes = self.tried_decodes
         if self.error.engine_failed and not self.at_prefill:
             doubtful = decodes[-1]
-        elif self.error.engine_failed and attempt.prompt.depends:
+        elif self.error.engine_failed and self.prompt.depends:
             doubtful = prefills[-1]
         values: dict[str, Any] = {
             "avoided_prefills": prefills,
             "avoided_decodes": decodes,
             "failures": self.failures,
             "doubtful": doubtful,
-            "resent": attempt.resent or attempt.handover is not None,
+            "resent": attempt.resent or self.prefill is not None,
         }
-        return replace(attempt, **values | changes)
+        return attempt._replace(**values | changes)
 
 
 Failure = TypeVar("Failure")
@@ -198,21 +203,22 @@ def _metadata_refused(failure: FailedAttempt) -> bool:
     attempt = failure.attempt
     return (
         failure.error.answered == HTTPStatus.BAD_REQUEST
-        and len(attempt.prompt.bare) > 0
-        and not (attempt.raw or attempt.reencode)
+        and len(failure.prompt.bare) > 0
+        and attempt.form is SendForm.METADATA
         and all(encoded_item.item.has_media for encoded_item in attempt.encoded_items or ())
     )
 
 
 def _media_lost(failure: FailedAttempt) -> bool:
     """Return whether the consumer may have had neither an entry nor, in its cache, the media."""
-    attempt, prompt = failure.attempt, failure.attempt.prompt
+    prompt = failure.prompt
     replaceable = failure.at_prefill and failure.may_prefill_locally
     if replaceable and failure.stage_failures >= MAX_FAILURES:
         return False
-    consumer_failed = failure.at_prefill or attempt.handover is None
+    consumer_failed = failure.at_prefill or failure.prefill is None
     lost = consumer_failed and failure.error.engine_failed and not failure.error.died
-    return lost and prompt.named and not (prompt.depends or attempt.unnamed)
+    is_sent_unnamed = failure.attempt.form is SendForm.UNNAMED
+    return lost and prompt.named and not (prompt.depends or is_sent_unnamed)
 
 
 def _stage_again(failure: FailedAttempt) -> bool:
@@ -227,7 +233,7 @@ def _stage_again(failure: FailedAttempt) -> bool:
         if reserved or (error.died and not failure.others):
             return False
     # After a prefill, KV blocks may be lost, as with vLLM's `kv_load_failure_policy` "fail".
-    if error.engine_failed and not failure.at_prefill and attempt.handover is not None:
+    if error.engine_failed and not failure.at_prefill and failure.prefill is not None:
         return True
     return retry_delay_s(error, others=failure.others) is not None
 
@@ -246,36 +252,30 @@ def _encoded_again(failure: FailedAttempt) -> Attempt:
     The instance that lacked one is not avoided if all others have had the request: they failed for
     other reasons.
     """
-    attempt = failure.following(reencode=True, encoded_items=None)
+    before = failure.attempt
+    form = max(before.form, SendForm.MEDIA)
+    attempt = failure.following(form=form, reencode=True, encoded_items=None)
     if failure.others:
         return attempt
     if failure.at_prefill:
-        attempt.avoided_prefills = failure.attempt.avoided_prefills
-    else:
-        attempt.avoided_decodes = failure.attempt.avoided_decodes
-    return attempt
+        return attempt._replace(avoided_prefills=before.avoided_prefills)
+    return attempt._replace(avoided_decodes=before.avoided_decodes)
 
 
 def _without_doubt(failure: FailedAttempt) -> Attempt:
-    attempt = failure.following(doubtful=None)
-    doubtful = failure.attempt.doubtful
-    attempt.avoided_prefills, attempt.avoided_decodes = (
+    attempt, doubtful = failure.following(doubtful=None), failure.attempt.doubtful
+    prefills, decodes = (
         tuple(instance for instance in avoided if instance != doubtful)
         for avoided in (attempt.avoided_prefills, attempt.avoided_decodes)
     )
-    return attempt
+    return attempt._replace(avoided_prefills=prefills, avoided_decodes=decodes)
 
 
 RULES: Sequence[Rule[FailedAttempt, Attempt]] = (
     Rule(
         "prefill fails while it reads decode's blocks of the previous turn",
         "prefill computes them; the same instance may be chosen",
-        lambda failure: (
-            failure.at_prefill
-            and failure.error.worked
-            and failure.attempt.handover is not None
-            and failure.attempt.handover.earlier is not None
-        ),
+        lambda failure: failure.at_prefill and failure.error.worked and failure.reads_back,
         lambda failure: failure.following(
             failures=failure.attempt.failures,
             avoided_prefills=failure.attempt.avoided_prefills,
@@ -286,15 +286,13 @@ RULES: Sequence[Rule[FailedAttempt, Attempt]] = (
         "prefill or decode answers 400 to metadata in place of media",
         "the request is sent again with its media",
         _metadata_refused,
-        lambda failure: failure.following(failures=failure.attempt.failures, raw=True),
+        lambda failure: failure.following(failures=failure.attempt.failures, form=SendForm.MEDIA),
     ),
     Rule(
         "prefill or decode answers 500 to a request that names encoder outputs, the first time",
         "all items are encoded again, and their media are sent too",
         lambda failure: (
-            failure.error.engine_failed
-            and failure.attempt.prompt.depends
-            and not failure.attempt.reencode
+            failure.error.engine_failed and failure.prompt.depends and not failure.attempt.reencode
         ),
         _encoded_again,
     ),
@@ -303,7 +301,7 @@ RULES: Sequence[Rule[FailedAttempt, Attempt]] = (
         "the media are sent without names: an instance that has cached a name without its media, "
         "and cannot read the entry, encodes them",
         _media_lost,
-        lambda failure: failure.following(unnamed=True, doubtful=failure.attempt.doubtful),
+        lambda failure: failure.following(form=SendForm.UNNAMED, doubtful=failure.attempt.doubtful),
     ),
     Rule(
         f"prefill or decode fails, fewer than {MAX_FAILURES} times, and an instance may succeed, "

@@ -4,6 +4,7 @@ They run in the background, and may end after the client's request.
 """
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -11,13 +12,11 @@ from epd.aio import end_tasks
 from epd.api.items import Body
 from epd.errors import ProxyError
 from epd.request.choices import Choices
-from epd.request.recovery import Attempt
 from epd.request.request import Request
 from epd.request.stages import RELEASE_TIMEOUT_S, Stages
 from epd.routing.fatal import FatalRequests
 from epd.routing.instances import Instance
-from epd.transfer import with_params
-from epd.transfer.kv import Handover, KVTransfer
+from epd.transfer.kv import KVTransfer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,21 +37,23 @@ class Releases:
         await end_tasks(tasks)
 
     def release_unread(
-        self, request: Request, attempt: Attempt, handover: Handover, error: BaseException
+        self, request: Request, body: Body, tried: Sequence[Instance], error: BaseException
     ) -> None:
-        """Release the blocks of a handover that ended in this error before decode read them."""
-        if not self._transfer.released or not _are_held(request, handover, error):
+        """Release the blocks of a prefill after this error of decode, before it accepted them.
+
+        `body` is that of the request to decode, and `tried` are the decode instances that received
+        it, or that of an earlier attempt.
+        """
+        may_hold = self._transfer.released and "kv_transfer_params" in body
+        if not may_hold or not _are_held(request, tried[-1], error):
             return
-        tried = attempt.tried_decodes
-        # The instance that received the request, or another one if that failed.
-        instance = tried[-1] if tried else None
-        if isinstance(error, ProxyError) or instance is None:
+        # The instance that received the request last, or another one if that failed.
+        instance = tried[-1]
+        if isinstance(error, ProxyError):
             instance = self._choices.choose_release_instance(tried, request) or instance
-        if instance is not None:
-            body = with_params(attempt.prompt.body, handover.params)
-            task = asyncio.create_task(self._release(instance, body, request))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        task = asyncio.create_task(self._release(instance, body, request))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _release(self, instance: Instance, body: Body, request: Request) -> None:
         with suppress(ProxyError, TimeoutError):  # the observers have the result
@@ -63,17 +64,13 @@ class Releases:
                     self._fatal.final_error(error, instance, request.watched)
 
 
-def _are_held(request: Request, handover: Handover, error: BaseException) -> bool:
-    """Return whether prefill holds blocks, and decode can be asked to release them.
+def _are_held(request: Request, instance: Instance, error: BaseException) -> bool:
+    """Return whether decode can be asked to release the blocks, after this error of `instance`.
 
-    A release is skipped in three cases. If a decode instance may have died of the request, no other
+    A release is skipped in two cases. If a decode instance may have died of the request, no other
     one receives it, and the blocks stay until their lease expires. After a 500, decode's engine has
-    notified prefill itself (after a 4xx it has not, because it rejected the request earlier). If
-    decode has sent the head of its answer, aborting it notifies prefill, and a release would then
-    read blocks that prefill has freed.
+    notified prefill itself (after a 4xx it has not, because it rejected the request earlier).
     """
-    if not handover.prefilled or handover.params is None or handover.accepted:
-        return False
-    if request.watched.deaths.count:
+    if request.watched.deaths.count or instance.url in request.watched.fatal_to:
         return False
     return not (isinstance(error, ProxyError) and (error.died or error.engine_failed))

@@ -9,7 +9,7 @@ from epd.encoder_cache.keys import Keys
 from epd.media.fetch import MediaFetcher
 from epd.media.parts import inline_bytes
 from epd.request.item_tokens import TYPICAL_TOKENS, media_tokens
-from epd.request.recovery import Attempt
+from epd.request.recovery import Attempt, SendForm
 from epd.request.request import Request
 from epd.routing.table import Work
 from epd.transfer.ec import ECTransfer
@@ -32,9 +32,7 @@ async def keyed_request(request: Request, keys: Keys, fetcher: MediaFetcher | No
 
 
 def media_prompt(
-    request: Request,
     attempt: Attempt,
-    encoded_items: Sequence[EncodedItem],
     transfer: ECTransfer,
     *,
     has_decode: bool,
@@ -43,17 +41,18 @@ def media_prompt(
 
     `has_decode` is whether the fleet has instances that only decode.
     """
+    request, encoded_items = attempt.request, attempt.encoded_items or ()
     # A decode-only instance looks up no encoder outputs.
     decodes_only = has_decode and not attempt.course.prefill
-    lost = attempt.reencode or attempt.without_prefill
-    raw = request.config.decode_media == "raw" or lost or decodes_only or attempt.raw
+    needs_media = attempt.form is not SendForm.METADATA or attempt.without_prefill
+    raw = request.config.decode_media == "raw" or needs_media or decodes_only
     params = transfer.consumer_params(known.encoded for known in encoded_items)
     prompt = consumer_body(
         request.body,
         encoded_items,
         params,
-        raw=raw or attempt.unnamed,
-        named=not attempt.unnamed,
+        raw=raw,
+        named=attempt.form is not SendForm.UNNAMED,
     )
     saved = (
         inline_bytes(known.item, request.cuts)

@@ -32,7 +32,7 @@ from epd.request.request import Request
 from epd.routing.instances import CONSUMERS, Instance
 from epd.transfer import Params
 from epd.transfer.encoded import OutputFacts, Prompt, read_encoded
-from epd.transfer.kv import Handover, KVTransfer
+from epd.transfer.kv import Handover, KVTransfer, Prefilled
 from epd.upstream import Answer, Reply, Upstream, too_large
 
 if TYPE_CHECKING:
@@ -125,10 +125,8 @@ class Stages:
 
     async def prefill(
         self, transfer: KVTransfer, handover: Handover, prompt: Prompt, request: Request
-    ) -> Params:
-        """Prefill a prompt for one decode. Return the `kv_transfer_params` of the reply.
-
-        The handover gets what decode and the client need of the reply.
+    ) -> Prefilled:
+        """Prefill a prompt for one decode. Return what decode and the client need of the reply.
 
         Raises:
             ProxyError: the instance failed, or its reply lacks required parameters of its blocks.
@@ -149,73 +147,49 @@ class Stages:
             accepted = _accepted(answer, "prefill", request, fetches=prompt.fetches)
             record.learn_model(accepted)
             replied = reply_field(accepted, "kv_transfer_params", stage="prefill")
-            handover.params = transfer.decode_params(handover, replied)
-            handover.usage = prefill_usage(accepted)
+            params = transfer.decode_params(handover, replied)
+            usage = prefill_usage(accepted)
         record.add_prefilled(time.monotonic())
-        return replied
+        return Prefilled(handover, params, replied, usage)
 
-    async def decode(
+    async def decode(  # noqa: PLR0913, PLR0917 - all describe one request
         self,
         instance: Instance,
         prompt: Prompt,
         request: Request,
+        request_id: str,
         rank: int | None = None,
-        handover: Handover | None = None,
-    ) -> "tuple[Reply, Span | None]":
-        """Open decode's answer: its status is 2xx, and its body has begun.
+        span: "Span | None" = None,
+    ) -> Reply:
+        """Send a request to decode, and return the head of its answer, with a 2xx status.
 
-        An answer that is no stream is read to its end, or until it is too large to be held.
-
-        The prompt has the `kv_transfer_params` of the handover; without one, decode prefills. The
-        span of the request, if it is traced, lasts until the answer has been relayed.
+        The prompt has the `kv_transfer_params`; without them, decode prefills.
 
         Raises:
             UpstreamRejected: the instance answered with another status.
             ProxyError: the instance failed.
         """
-        endpoint, record, config = request.endpoint, request.record, request.config
+        endpoint, config = request.endpoint, request.config
         body = _for_role(prompt.body, instance)
-        request_id = request.id if handover is None else handover.request_id
-        with record.time_stage("decode", instance.url) as timed:
-            headers = request.headers_for(
-                request_id, timed.span, rank, endpoint.content_type(body), mark=prompt.mark
-            )
-            # The head of a stream precedes the first token, that of any other answer follows the
-            # last.
-            streams = is_stream(body)
-            reply = await self._upstream.open(
-                instance.url + endpoint.path,
-                stage="decode",
-                headers=headers,
-                body=endpoint.encode_body(body, request.cuts),
-                head_timeout_s=(
-                    config.first_byte_timeout_s if streams else config.request_timeout_s
-                ),
-            )
-            timed.record_status(reply.status)
-            if timed.span is not None:
-                timed.span.event("head")
-            if not reply.ok:
-                with reply:
-                    content = await reply.read(idle_s=config.idle_timeout_s)
-                answer = Answer(reply.status, reply.headers, content)
-                raise _error_of(answer, "decode", request, fetches=prompt.fetches)
-            if handover is not None:
-                handover.accepted = True
-            # The client has seen no byte before the first one of a stream, or the last one of
-            # another answer that can be held. Until then another instance can serve the request.
-            try:
-                if reply.is_stream:
-                    await reply.wait_body(config.idle_timeout_s)
-                    if request.items:
-                        await _check_beginning(reply, endpoint.grammar)
-                else:
-                    await _read_held(reply, request)
-            except BaseException:
-                reply.close()
-                raise
-            record.wait_for("answer")
-            return reply, timed.span
+        content_type = endpoint.content_type(body)
+        # The head of a stream precedes the first token, that of any other answer follows the last.
+        streams = is_stream(body)
+        reply = await self._upstream.open(
+            instance.url + endpoint.path,
+            stage="decode",
+            headers=request.headers_for(request_id, span, rank, content_type, mark=prompt.mark),
+            body=endpoint.encode_body(body, request.cuts),
+            head_timeout_s=config.first_byte_timeout_s if streams else config.request_timeout_s,
+        )
+        if span is not None:
+            span.record_status(reply.status)
+            span.event("head")
+        if reply.ok:
+            return reply
+        with reply:
+            content = await reply.read(idle_s=config.idle_timeout_s)
+        answer = Answer(reply.status, reply.headers, content)
+        raise _error_of(answer, "decode", request, fetches=prompt.fetches)
 
     async def prompt_tokens(
         self, instance: Instance, question: Body, request: Request
@@ -295,17 +269,36 @@ def _for_role(body: Body, instance: Instance) -> Body:
     return {name: value for name, value in body.items() if name != "ec_transfer_params"}
 
 
-async def _read_held(reply: Reply, request: Request) -> None:
-    """Read an answer that is no stream, and count its bytes as they arrive.
+async def wait_beginning(reply: Reply, request: Request, *, always_whole: bool) -> None:
+    """Wait until the body of decode's answer has begun; close the answer after a failure.
 
-    An answer beyond `HELD_BYTES`, or without room, is read only in part. Those of turns of which
-    fields are extracted are always read whole.
+    The client has seen no byte before the first one of a stream, or the last one of another answer
+    that can be held, or is `always_whole`. Until then another instance can serve the request.
 
     Raises:
-        ProxyError: the answer was cut off, or a turn's is too large (502) or has no room (503).
+        ProxyError: the instance failed, or the answer has no room.
     """
-    turn, memory, size = request.turn, request.memory, 0
-    always_whole = turn is not None and turn.heard is not None
+    try:
+        if reply.is_stream:
+            await reply.wait_body(request.config.idle_timeout_s)
+            if request.items:
+                await _check_beginning(reply, request.endpoint.grammar)
+        else:
+            await _read_held(reply, request, always_whole=always_whole)
+    except BaseException:
+        reply.close()
+        raise
+
+
+async def _read_held(reply: Reply, request: Request, *, always_whole: bool) -> None:
+    """Read an answer that is no stream, and count its bytes as they arrive.
+
+    Unless `always_whole`, an answer beyond `HELD_BYTES`, or without room, is read only in part.
+
+    Raises:
+        ProxyError: the answer was cut off, or a whole one is too large (502) or has no room (503).
+    """
+    memory, size = request.memory, 0
 
     def may_hold(more: int) -> bool:
         nonlocal size

@@ -135,6 +135,7 @@ class FatalRequests:
         tenant = self._tenants.get(watched.tenant)
         return (
             tenant is not None
+            and len(tenant.times) > 0
             and tenant.has_died_often(self._reject_s, self._clock())
             and tenant.credit.get(watched.kind, 0) <= 0
         )

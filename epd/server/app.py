@@ -45,6 +45,7 @@ from epd.observe.tracing import tracing
 from epd.observe.worker_metrics import WorkerMetrics
 from epd.policies.registry import Policies
 from epd.request.choices import Choices
+from epd.request.early_choice import EarlyChoice
 from epd.request.encode import Encoder
 from epd.request.item_tokens import TokenCounts
 from epd.request.kv_peers import PeerRegistry
@@ -250,16 +251,23 @@ async def _pipeline(  # noqa: PLR0913, PLR0917 - its collaborators
     app[MEDIA_KEYS] = keys = Keys(cache)
     stages = Stages(upstream)
     choices = Choices(table, RecentItems())
-    prefill_decode = PrefillDecodeStages(
-        table,
-        choices,
-        stages,
-        transfer,
-        PeerRegistry(table, transfer, upstream, config) if transfer.has_peers else None,
-        Readbacks(table, stages, transfer, conversations),
-        fatal,
-    )
+    by_content = "content" in {config.prefill_balance, config.decode_balance}
     async with aclosing(Releases(stages, transfer, fatal, choices)) as releases:
+        prefill_decode = PrefillDecodeStages(
+            table,
+            choices,
+            stages,
+            transfer,
+            PeerRegistry(table, transfer, upstream, config) if transfer.has_peers else None,
+            Readbacks(table, stages, transfer, conversations),
+            releases,
+            fatal,
+        )
+        early_choice = None
+        if ec_transfer.pushed or cache is not None:  # only instances of a store have namespaces
+            early_choice = EarlyChoice(
+                table, namespaces, prefill_decode.choose_first, ec_transfer.pushed, by_content
+            )
         yield Pipeline(
             table,
             policies.choose_policy,
@@ -268,13 +276,11 @@ async def _pipeline(  # noqa: PLR0913, PLR0917 - its collaborators
             ec_transfer,
             _encoder(table, namespaces, stages, ec_transfer, fatal, cache),
             prefill_decode,
-            # Only instances of a store have namespaces.
-            namespaces if ec_transfer.pushed or cache is not None else None,
+            early_choice,
             choices,
-            releases,
             fatal,
             Quarantine(fatal),
-            _by_content="content" in {config.prefill_balance, config.decode_balance},
+            by_content,
         )
 
 

@@ -118,8 +118,8 @@ class Prompt(NamedTuple):
     """What prefill and decode are sent, before the `kv_transfer_params`.
 
     Attributes:
-        depends: whether the request fails if an encoder output is missing, because items have no
-            media, or because the consumer waits for a push.
+        depends: whether the request fails if something it names is missing: an encoder output,
+            because items have no media or the consumer waits for a push; or KV blocks.
         fetches: whether the instance must fetch media.
         bare: items that are sent without media.
         named: whether media are sent under a name.

@@ -11,8 +11,8 @@ The base class is here too; `mooncake.py` and `nixl.py` have the connectors with
 
 import re
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
 
 from epd.api.usage import Usage
 from epd.errors import UpstreamFailed
@@ -24,20 +24,16 @@ HOST = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")
 """Pattern of the hosts that may be sent to instances, also in headers."""
 
 
-@dataclass(slots=True, eq=False)
-class Handover:
-    """KV blocks of a prompt, from a prefill instance to the decode instance that reads them.
+class Handover(NamedTuple):
+    """What is known before a prefill of the KV blocks that decode will read from it.
 
     Attributes:
         request_id: unique id of this attempt of a request.
         prefill_rank: data-parallel rank of the prefill; None if the instance chooses it.
-        decode: the decode instance; None until it is chosen, before or after prefill has answered.
+        decode: the decode instance; None if it is chosen after prefill has answered.
         peer: facts about the prefill instance's connector; None if unknown.
         earlier: decode's `kv_transfer_params` of the conversation's previous turn, or None.
-        params: `kv_transfer_params` of the decode request; None for none.
-        usage: prefill's numbers for the client's answer.
-        prefilled: whether prefill has answered, before the request for decode was made.
-        accepted: whether decode has begun a 2xx answer.
+        concurrent: whether decode gets its request together with prefill.
     """
 
     request_id: str
@@ -46,10 +42,24 @@ class Handover:
     decode: Instance | None = None
     peer: Params | None = None
     earlier: Params | None = None
-    params: Params | None = None
-    usage: Usage = field(default_factory=dict)
-    prefilled: bool = False
-    accepted: bool = False
+    concurrent: bool = False
+
+
+class Prefilled(NamedTuple):
+    """What a prefill hands to decode, and to the client's answer.
+
+    Attributes:
+        params: `kv_transfer_params` of the decode request; None for none.
+        reply: `kv_transfer_params` of prefill's reply; empty for none, or before it.
+        usage: prefill's numbers for the client's answer.
+        has_ended: tells whether the prefill has succeeded, if it runs at the same time as decode.
+    """
+
+    handover: Handover
+    params: Params | None
+    reply: Params
+    usage: Usage
+    has_ended: Callable[[], bool] | None = None
 
 
 class KVTransfer(ABC):
@@ -108,8 +118,11 @@ class KVTransfer(ABC):
         """Return the facts about prefill's rank in its reply, for later requests; None for none."""
         return None
 
-    def decode_concurrent(self, handover: Handover) -> bool:  # noqa: ARG002
-        """Return whether decode gets its request together with prefill, and waits for blocks."""
+    def decode_concurrent(self, peer: Params | None) -> bool:  # noqa: ARG002
+        """Return whether decode gets its request together with prefill, and waits for blocks.
+
+        `peer` are the facts of `Handover.peer`.
+        """
         return False
 
     @abstractmethod

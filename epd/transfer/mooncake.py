@@ -50,7 +50,7 @@ class Mooncake(KVTransfer):
             engines[rank] = engine_id
         return engines
 
-    def decode_concurrent(self, handover: Handover) -> bool:  # noqa: ARG002
+    def decode_concurrent(self, peer: Params | None) -> bool:  # noqa: ARG002
         """Return True: prefill's reply has nothing that decode needs."""
         return True
 

@@ -90,8 +90,8 @@ class NixlPush(KVTransfer):
             return None
         return {name: replied[name] for name in (*self.COORDINATES, *self.SIZES) if name in replied}
 
-    def decode_concurrent(self, handover: Handover) -> bool:
-        return handover.peer is not None
+    def decode_concurrent(self, peer: Params | None) -> bool:
+        return peer is not None
 
     def prefill_params(self, handover: Handover) -> Params:  # noqa: ARG002
         return KEEP

@@ -1,12 +1,12 @@
 """Recovery after a failed attempt: each row of the recovery tables, and failures without a row."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 
+import epd
 from epd.api.chat import CHAT
 from epd.api.items import MMItem
 from epd.errors import (
@@ -35,18 +35,19 @@ from epd.request.recovery import (
     Attempt,
     EncodeFailure,
     FailedAttempt,
+    SendForm,
     encode_delay_s,
     next_attempt,
 )
+from epd.request.request import Request
 from epd.routing.instances import Instance, Role
-from epd.routing.table import InstanceTable
 from epd.transfer.encoded import EncodedItem, OutputFacts, Prompt
-from epd.transfer.kv import Handover
 from tests.requests import image, request, text
 
+CONFIG = epd.ProxyConfig(encode_servers_urls=("http://e:1",), decode_servers_urls=("http://d:1",))
+FIRST = Attempt(Request("r", {}, CONFIG), Course())
 P1, P2 = (Instance(Role.PREFILL, f"http://p{number}:1") for number in (1, 2))
 D1, D2 = (Instance(Role.DECODE, f"http://d{number}:1") for number in (1, 2))
-TABLE = InstanceTable([P1, P2, D1, D2])
 
 
 def item(*, has_media: bool = True) -> MMItem:
@@ -68,17 +69,14 @@ def failure(  # noqa: PLR0913 - the parts of a failure
     **prompt: Any,
 ) -> FailedAttempt:
     """Return a failure of an attempt at P1 or D1, with an encoder output in the request."""
-    attempt = replace(attempt or Attempt(Course()))
+    attempt = attempt or FIRST
     if items is not None:
-        attempt.encoded_items = items
-    attempt.prompt = Prompt({}, depends=True, bare=(item(),))._replace(**prompt)
-    if (error.stage == "prefill" and tried is not None) or prefilled or reads_back:
-        earlier = {"remote_engine_id": "e"} if reads_back else None
-        decode = D1 if error.stage == "decode" else None
-        attempt.handover = Handover("id", P1, decode=decode, earlier=earlier)
-    elif tried is not None:
-        attempt.first = TABLE.reserve_place(D1)
-    return FailedAttempt(attempt, error, others, local)
+        attempt = attempt._replace(encoded_items=items)
+    sent = Prompt({}, depends=True, bare=(item(),))._replace(**prompt)
+    at_prefill = error.stage == "prefill" and tried is not None
+    prefill = P1 if at_prefill or prefilled or reads_back else None
+    decode = D1 if error.stage != "prefill" and tried is not None else None
+    return FailedAttempt(attempt, error, sent, prefill, decode, reads_back, others, local)
 
 
 def failed(stage: Stage, answered: int | None = None) -> UpstreamFailed:
@@ -93,8 +91,8 @@ def unreachable(stage: Stage) -> UpstreamUnreachable:
     return UpstreamUnreachable("x", stage=stage)
 
 
-DOUBTFUL = Attempt(Course(), avoided_decodes=(D2,), doubtful=D2, failures=("decode",))
-DOUBTFUL_PREFILL = Attempt(Course(), avoided_prefills=(P2,), doubtful=P2, failures=("prefill",))
+DOUBTFUL = FIRST._replace(avoided_decodes=(D2,), doubtful=D2, failures=("decode",))
+DOUBTFUL_PREFILL = FIRST._replace(avoided_prefills=(P2,), doubtful=P2, failures=("prefill",))
 
 DIED_AT_PREFILL = UpstreamDied("x", stage="prefill")
 
@@ -115,10 +113,10 @@ ROWS: list[tuple[int, FailedAttempt, dict[str, Any]]] = [
             rejected(500),
             depends=False,
             named=True,
-            attempt=Attempt(Course(), failures=("decode",)),
+            attempt=FIRST._replace(failures=("decode",)),
         ),
         {
-            "unnamed": True,
+            "form": SendForm.UNNAMED,
             "avoided_decodes": (D1,),
             "failures": ("decode", "decode"),
         },
@@ -126,12 +124,12 @@ ROWS: list[tuple[int, FailedAttempt, dict[str, Any]]] = [
     (
         4,
         failure(failed("prefill", 500), depends=False, named=True),
-        {"unnamed": True, "failures": ("prefill",)},
+        {"form": SendForm.UNNAMED, "failures": ("prefill",)},
     ),
     (
         2,
         failure(rejected(400)),
-        {"raw": True, "avoided_decodes": (D1,)},
+        {"form": SendForm.MEDIA, "avoided_decodes": (D1,)},
     ),
     (
         3,
@@ -143,7 +141,7 @@ ROWS: list[tuple[int, FailedAttempt, dict[str, Any]]] = [
         7,
         failure(
             failed("prefill"),
-            attempt=Attempt(Course(), avoided_prefills=(P2,), failures=("prefill",)),
+            attempt=FIRST._replace(avoided_prefills=(P2,), failures=("prefill",)),
         ),
         {"avoided_prefills": (P2, P1), "failures": ("prefill", "prefill"), "without_prefill": True},
     ),
@@ -192,7 +190,7 @@ ROWS: list[tuple[int, FailedAttempt, dict[str, Any]]] = [
         failure(
             rejected(500),
             others=False,
-            attempt=Attempt(Course(), avoided_decodes=(D2,), failures=("decode",)),
+            attempt=FIRST._replace(avoided_decodes=(D2,), failures=("decode",)),
         ),
         {
             "reencode": True,
@@ -206,7 +204,7 @@ ROWS: list[tuple[int, FailedAttempt, dict[str, Any]]] = [
         failure(
             failed("prefill", 500),
             others=False,
-            attempt=Attempt(Course(), avoided_prefills=(P2,), failures=("prefill",)),
+            attempt=FIRST._replace(avoided_prefills=(P2,), failures=("prefill",)),
         ),
         {
             "reencode": True,
@@ -225,19 +223,21 @@ ROWS: list[tuple[int, FailedAttempt, dict[str, Any]]] = [
     # Each stage counts its own failures.
     (
         5,
-        failure(failed("prefill"), attempt=Attempt(Course(), failures=("decode",))),
+        failure(failed("prefill"), attempt=FIRST._replace(failures=("decode",))),
         {"failures": ("decode", "prefill")},
     ),
     (
         5,
-        failure(failed("decode"), attempt=Attempt(Course(), failures=("prefill",))),
+        failure(failed("decode"), attempt=FIRST._replace(failures=("prefill",))),
         {"avoided_decodes": (D1,), "failures": ("prefill", "decode")},
     ),
     # A 500 of prefill makes no decode instance doubtful.
     (
         5,
         failure(
-            failed("prefill", 500), depends=False, attempt=Attempt(Course(), avoided_decodes=(D2,))
+            failed("prefill", 500),
+            depends=False,
+            attempt=FIRST._replace(avoided_decodes=(D2,)),
         ),
         {"avoided_decodes": (D2,), "failures": ("prefill",)},
     ),
@@ -260,7 +260,7 @@ ROWS: list[tuple[int, FailedAttempt, dict[str, Any]]] = [
     # A request that a prefill instance had keeps its need of a new id.
     (
         5,
-        failure(failed("decode"), attempt=Attempt(Course(), resent=True)),
+        failure(failed("decode"), attempt=FIRST._replace(resent=True)),
         {"avoided_decodes": (D1,), "failures": ("decode",)},
     ),
 ]
@@ -276,10 +276,12 @@ def test_a_row_makes_the_next_attempt(
     attempt = next_attempt(case)
 
     # An attempt keeps the fields of the one before, but for those named here.
-    unsaid: dict[str, Any] = {"encoded_items": None} if changes.get("reencode") else {}
-    if case.attempt.handover is not None:
+    unsaid: dict[str, Any] = {}
+    if changes.get("reencode"):
+        unsaid = {"encoded_items": None, "form": SendForm.MEDIA}
+    if case.prefill is not None:
         unsaid |= {"avoided_prefills": (P1,), "resent": True}
-    assert attempt == replace(case.attempt, **unsaid | changes)
+    assert attempt == case.attempt._replace(**unsaid | changes)
 
 
 def test_decode_prefills_before_unreachable_instances_use_up_all_attempts() -> None:
@@ -310,24 +312,25 @@ def test_every_row_has_a_case() -> None:
         failure(rejected(404)),
         failure(UpstreamTimeout("x", stage="decode"), others=False),
         failure(
-            UpstreamTimeout("x", stage="decode"), attempt=Attempt(Course(), failures=("decode",))
+            UpstreamTimeout("x", stage="decode"),
+            attempt=FIRST._replace(failures=("decode",)),
         ),
         failure(unreachable("decode"), others=False),
         failure(unreachable("decode"), others=False, prefilled=True),
-        failure(unreachable("decode"), others=False, attempt=replace(DOUBTFUL, doubtful=D1)),
+        failure(unreachable("decode"), others=False, attempt=DOUBTFUL._replace(doubtful=D1)),
         failure(UpstreamTimeout("x", stage="decode"), attempt=DOUBTFUL),
-        failure(rejected(500), attempt=replace(DOUBTFUL, reencode=True)),
+        failure(rejected(500), attempt=DOUBTFUL._replace(reencode=True)),
         failure(
             failed("prefill", 500),
             others=False,
             local=False,
-            attempt=replace(DOUBTFUL_PREFILL, reencode=True),
+            attempt=DOUBTFUL_PREFILL._replace(reencode=True),
         ),
         failure(
             failed("prefill"),
             others=False,
             local=False,
-            attempt=replace(DOUBTFUL_PREFILL, doubtful=P1),
+            attempt=DOUBTFUL_PREFILL._replace(doubtful=P1),
         ),
         failure(
             UpstreamDenied("x", stage="prefill"),
@@ -342,30 +345,33 @@ def test_every_row_has_a_case() -> None:
             attempt=DOUBTFUL,
         ),
         failure(UpstreamBusy("x", stage="prefill"), others=False, local=False),
-        failure(failed("decode"), attempt=Attempt(Course(), failures=("decode",))),
+        failure(failed("decode"), attempt=FIRST._replace(failures=("decode",))),
         failure(
             rejected(500),
             prefilled=True,
             depends=False,
-            attempt=Attempt(Course(), failures=("decode",)),
+            attempt=FIRST._replace(failures=("decode",)),
         ),
-        failure(rejected(400), attempt=Attempt(Course(), raw=True)),
-        failure(rejected(400), attempt=Attempt(Course(), reencode=True)),
+        failure(rejected(400), attempt=FIRST._replace(form=SendForm.MEDIA)),
         failure(rejected(400), bare=()),
         failure(
             rejected(500),
             depends=False,
             named=True,
-            attempt=replace(DOUBTFUL, unnamed=True, doubtful=D1),
+            attempt=DOUBTFUL._replace(form=SendForm.UNNAMED, doubtful=D1),
         ),
         failure(rejected(500), depends=False, others=False),
-        failure(rejected(500), attempt=Attempt(Course(), reencode=True, failures=("decode",))),
-        failure(failed("prefill"), attempt=Attempt(Course(), failures=("prefill",)), local=False),
+        failure(rejected(500), attempt=FIRST._replace(reencode=True, failures=("decode",))),
+        failure(
+            failed("prefill"),
+            attempt=FIRST._replace(failures=("prefill",)),
+            local=False,
+        ),
         # A consumer that expects a push depends on it after a second encode too.
         failure(
             rejected(500),
             others=False,
-            attempt=Attempt(Course(), reencode=True, failures=("prefill",)),
+            attempt=FIRST._replace(reencode=True, failures=("prefill",)),
         ),
         # Metadata that were refused stay refused if an item has no media.
         failure(rejected(400), items=(EncodedItem(item(has_media=False), OutputFacts(), "hit"),)),
@@ -400,7 +406,7 @@ STAGES: tuple[Stage, ...] = ("prefill", "decode")
 ERRORS = [make(stage) for stage in STAGES for make in MAKERS]
 
 
-FLAGS = ("resent", "reencode", "raw", "unnamed", "without_prefill")
+FLAGS = ("resent", "reencode", "form", "without_prefill")
 
 
 class LongestCourse:
@@ -443,7 +449,7 @@ class LongestCourse:
                 error,
                 attempt=attempt,
                 depends=depends,
-                named=not (depends or attempt.unnamed),
+                named=not (depends or attempt.form is SendForm.UNNAMED),
                 reads_back=not attempt.resent,  # a turn leaves its blocks to one attempt
                 others=self._others,
                 local=self._local,
@@ -463,7 +469,7 @@ def test_the_longest_course_of_failures_takes_all_attempts(
     """With it, `MAX_ATTEMPTS` is neither too small nor too large."""
     longest = LongestCourse(local=local, others=others, unreached=unreached)
 
-    assert longest.after(Attempt(Course())) == most
+    assert longest.after(FIRST) == most
 
 
 def encode_failure(error: ProxyError, **more: Any) -> EncodeFailure:

@@ -1,7 +1,6 @@
 """KV transfers: parameters for each instance, and which instances each accepts."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -57,7 +56,7 @@ def test_decode_gets_a_reachable_host(transfer: KVTransfer, host: str, told: str
 
     assert transfer.decode_params(handover, replied) == replied | {"remote_host": told}
     if (peer := transfer.facts_of_reply(handover, replied)) is not None:
-        said = transfer.decode_params(replace(handover, peer=peer), replied)
+        said = transfer.decode_params(handover._replace(peer=peer), replied)
         assert said is not None
         assert said["remote_host"] == told
 
@@ -95,7 +94,7 @@ def test_a_push_learns_nothing_from_a_rank_that_the_instance_chose() -> None:
 def test_a_push_after_prefill_carries_its_reply() -> None:
     transfer, handover, replied = NixlPush(), Handover("r", prefill()), COORDINATES | {"more": 1}
 
-    assert not transfer.decode_concurrent(handover)
+    assert not transfer.decode_concurrent(None)
     assert transfer.prefill_params(handover) == KEEP
     assert transfer.decode_params(handover, replied) == replied
     with pytest.raises(UpstreamFailed):

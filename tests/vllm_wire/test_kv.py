@@ -2,7 +2,6 @@
 
 import importlib
 import warnings
-from dataclasses import replace
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -73,7 +72,7 @@ def test_mooncake_bootstrap_servers_answer_is_read() -> None:
 
 
 def test_mooncake_decode_pulls_the_blocks_of_prefill() -> None:
-    transfer, handover = Mooncake(), replace(HANDOVER, peer={"0": "engine-0"})
+    transfer, handover = Mooncake(), HANDOVER._replace(peer={"0": "engine-0"})
     decode, prefill = mooncake(producer=False), mooncake(producer=True)
     decode.update_state_after_alloc(asked(transfer.decode_params(handover, {})), BLOCKS, 16)
     prefill.update_state_after_alloc(asked(transfer.prefill_params(handover)), BLOCKS, 0)
@@ -106,7 +105,7 @@ PEER = {"remote_engine_id": "e", "remote_host": "10.0.0.1", "remote_port": 5600,
 
 
 def test_a_push_is_registered_at_the_prefill_instance() -> None:
-    transfer, handover = NixlPush(), replace(HANDOVER, peer=PEER)
+    transfer, handover = NixlPush(), HANDOVER._replace(peer=PEER)
     registrations: dict[str, Any] = {}
     decode = push(_push_pending_registrations=registrations)
     request = asked(transfer.decode_params(handover, {}))

@@ -277,10 +277,11 @@ class Trials:
         body = _asking(self._model, {"type": "text", "text": "Hello."})
         request = self._request()
         handover = _handover(request, prefill, decode)
-        handover.peer = await self._peers.params_for(handover)
-        if not self._kv.decode_concurrent(handover):
-            await self._stages.prefill(self._kv, handover, Prompt(body), request)
-            return await self._keeps_blocks(decode, with_params(body, handover.params), handover)
+        peer = await self._peers.params_for(prefill, handover.prefill_rank)
+        handover = handover._replace(peer=peer)
+        if not self._kv.decode_concurrent(peer):
+            prefilled = await self._stages.prefill(self._kv, handover, Prompt(body), request)
+            return await self._keeps_blocks(decode, with_params(body, prefilled.params), handover)
         sent = with_params(body, self._kv.decode_params(handover, {}))
         decoding = asyncio.create_task(self._keeps_blocks(decode, sent, handover))
         try:  # each waits for the other
@@ -310,7 +311,8 @@ class Trials:
         handover: Handover | None = None,
         rank: int | None = None,
     ) -> bytes:
-        reply, _ = await self._stages.decode(instance, Prompt(body), request, rank, handover)
+        request_id = request.id if handover is None else handover.request_id
+        reply = await self._stages.decode(instance, Prompt(body), request, request_id, rank)
         with reply:
             return await reply.read(idle_s=ANSWERS_S)
 
@@ -330,8 +332,7 @@ class Trials:
         if earlier is None:
             raise TrialFailed("decode named no blocks of a prompt of tokens")
         request = self._request(of_tokens=True)
-        handover = _handover(request, prefill, decode)
-        handover.earlier = earlier
+        handover = _handover(request, prefill, decode)._replace(earlier=earlier)
         longer = [*tokens, *first.answer, *tokens[-1:]]
         await self._turn(handover, decode, request, longer, self._waits.read_s)
 
@@ -347,10 +348,10 @@ class Trials:
         body = _asking_tokens(self._model, tokens)
         try:
             async with asyncio.timeout(prefill_s):
-                await self._stages.prefill(self._kv, handover, Prompt(body), request)
+                prefilled = await self._stages.prefill(self._kv, handover, Prompt(body), request)
         except TimeoutError:
             raise TrialFailed(f"no answer in {prefill_s:g} s") from None
-        return await self._decode(decode, with_params(body, handover.params), request)
+        return await self._decode(decode, with_params(body, prefilled.params), request)
 
     async def _tokens(self, prefill: Instance) -> Sequence[int]:
         asked, request = {"model": self._model, "prompt": WORDS}, self._request(of_tokens=True)
@@ -380,9 +381,9 @@ class Trials:
         """Return the transfers of a prompt; None: none are counted within `counted_s` seconds."""
         request, body = self._request(of_tokens=True), _asking_tokens(self._model, tokens)
         handover = _handover(request, prefill, decode)
-        await self._stages.prefill(self._kv, handover, Prompt(body), request)
+        prefilled = await self._stages.prefill(self._kv, handover, Prompt(body), request)
         before = await self._transfers(prefill, decode)
-        await self._decode(decode, with_params(body, handover.params), request)
+        await self._decode(decode, with_params(body, prefilled.params), request)
         decoded_s = time.monotonic()
         while time.monotonic() < decoded_s + self._waits.counted_s:
             after = await self._transfers(prefill, decode)
