@@ -250,5 +250,5 @@ class MakerClaims:
     def end(self, *, entry_coming: bool) -> None:
         """Release the claims; `entry_coming` tells whether the entries are being written."""
         keys, self._keys = self._keys, []
-        if self._claims is not None:
+        if keys and self._claims is not None:
             self._claims.end(keys, entry_coming=entry_coming)
