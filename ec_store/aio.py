@@ -61,10 +61,6 @@ class AsyncStore:
     ) -> list[EntryInfo | bool]:
         return await self._call(self._store.claim_or_find, keys, owner, seconds)
 
-    def begin_visit(self, visit: Callable[[Store], T]) -> asyncio.Future[T]:
-        """Run several calls on one thread: a switch of threads costs as much as one call."""
-        return on_thread(self._pool, lambda: visit(self._store))
-
     async def delete(self, keys: Sequence[EntryKey]) -> int:
         return await self._call(self._store.delete, keys)
 

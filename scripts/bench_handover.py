@@ -37,8 +37,8 @@ from vllm import EngineArgs, SamplingParams
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from ec_store.vllm_connector import ECStoreConnector
-from scripts.tiny.families.qwen import ROPE
-from scripts.tiny.families.qwen_vl import WINDOWED, qwen2_5_vl
+from epd.tools.models.qwen import ROPE
+from epd.tools.models.qwen_vl import WINDOWED, qwen2_5_vl
 
 SIDE = 48 * 28
 """Side of a picture of 48 x 48 tokens in pixels."""

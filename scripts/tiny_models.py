@@ -8,7 +8,7 @@ Their responses are random letters, always the same for the same input. They dep
 each sound and their order: a stage that loses, swaps or damages an encoder output changes the
 response.
 
-A model that the same version of this script and of `scripts/tiny` has written is kept.
+A model that the same version of this script and of the generator has written is kept.
 """
 
 import argparse
@@ -73,7 +73,9 @@ def publish(name: str, target: Path, stamp: str) -> None:
 
 def digest() -> str:
     """Return the SHA-256 of the sources of this script and of the families."""
-    sources = [Path(__file__), *sorted((Path(__file__).parent / "tiny").rglob("*.py"))]
+    scripts = Path(__file__).parent
+    folders = scripts / "tiny", scripts.parent / "epd" / "tools" / "models"
+    sources = [Path(__file__), *(file for each in folders for file in sorted(each.rglob("*.py")))]
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
 
 

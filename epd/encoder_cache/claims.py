@@ -2,25 +2,33 @@
 
 An entry is made by an encode request, or by the consumer of a request that encodes and writes it.
 Of the proxies on a store, only the one with the claim makes an entry; of its requests, only one at
-a time takes the claim. All others wait for the entry. The lookup that misses claims the entry, in
-the same visit to the store. A claim is a hint: any failure costs at most a second encode.
+a time takes the claim. All others wait for the entry. A claim is a hint: any failure costs at most
+a second encode. The life of a missing entry:
+
+    call                 afterwards
+    Claims.look_up       the proxy has its claim, which is free; or another proxy has it
+    Claims.take          the claim is that of one request, which makes the entry
+    Claims.wait          the entry is stored; or the claim was released, and is taken
+    Claim.end            the claim is released: at once, or when the entry should be stored
+    Claims.give_back     the claim is released, if no request has taken it
 """
 
 import asyncio
 import secrets
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from math import inf
-from typing import Literal, Self
+from typing import Literal, NamedTuple, Self
 
 from ec_store.bounded import BoundedDict
 from ec_store.entry import EntryInfo
+from ec_store.errors import StoreError
 from ec_store.keys import EntryKey
 from ec_store.opening import ProxyStore
 from epd.aio import Flights
 from epd.encoder_cache.client import EncoderCache
-from epd.encoder_cache.lookup import Lookup
 
 CLAIM_S = 10.0
 """Lifetime of a claim after its last renewal, in seconds."""
@@ -44,6 +52,48 @@ TEND_S = 0.5
 
 MAX_ENTRIES = 65536
 """Upper bound of the made entries that are remembered."""
+
+
+class Lookup(NamedTuple):
+    """Result of a lookup.
+
+    Attributes:
+        found: the stored entries; None if the store did not answer.
+        claimed_keys: missing entries that were claimed, for `Claims.give_back`; None if it is
+            unknown whether anyone makes the missing ones, or if none is missing.
+    """
+
+    found: Mapping[EntryKey, EntryInfo] | None
+    claimed_keys: Sequence[EntryKey] | None
+
+
+@dataclass(slots=True, eq=False)
+class Claim:
+    """Claim of this proxy, of a missing entry. The request that takes it uses it as a context.
+
+    Attributes:
+        release_s: time of its release: None while it is free, infinite while a maker has it.
+    """
+
+    _claims: "Claims"
+    _key: EntryKey
+    release_s: float | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        self.end(entry_coming=error is None)
+
+    def end(self, *, entry_coming: bool) -> None:
+        """End the making of the entry, once; `entry_coming` tells whether it is being written."""
+        if self.release_s != inf:
+            return
+        if entry_coming:
+            self.release_s = self._claims.expect_entry(self._key)
+        else:
+            self.release_s = None
+            self._claims.give_back([self._key])
 
 
 class Claims:
@@ -71,8 +121,7 @@ class Claims:
         self._claim_s = claim_s
         self._written_within_s = written_within_s
         self._tend_s = tend_s
-        # Time of the release of each claim: None if the claim is free, infinite until a maker ends.
-        self._claims: dict[EntryKey, float | None] = {}
+        self._claims: dict[EntryKey, Claim] = {}
         # When entries that were made should have been stored; without those that were found.
         self._due_s: BoundedDict[EntryKey, float] = BoundedDict(MAX_ENTRIES)
         self._polls: Flights[EntryKey, EntryInfo | Literal["free"] | None] = Flights()
@@ -81,37 +130,57 @@ class Claims:
     async def look_up(self, keys: Sequence[EntryKey], *, patient: bool = False) -> Lookup:
         """Look up entries, and claim the missing ones; `give_back` releases those not taken.
 
-        A `patient` lookup is for a request that cannot do without an answer. A lookup of keys that
-        this proxy has all claimed claims nothing.
+        A `patient` lookup is for a request that cannot do without an answer. Missing entries that
+        this proxy has all claimed are not claimed again.
         """
-        claims = not all(key in self._claims for key in keys)
-        lookup = Lookup(keys, self._owner if claims else None, self._claim_s)
-        lookup.claimed_before = self._claims.keys()
-        try:
-            await self.cache.run_lookup(lookup, patient=patient)
-        except BaseException:  # such as the cancellation of its request
-            self._release([key for key in lookup.claimed if key not in self._claims])
-            raise
-        lookup.settled = lookup.settled or (not claims and lookup.found is not None)
-        for key in lookup.found or ():
+        found = await self.cache.find_entries(keys, patient=patient)
+        missing = [key for key in keys if key not in found] if found is not None else []
+        claimed_keys: list[EntryKey] | None = None
+        if missing and all(key in self._claims for key in missing):
+            claimed_keys = []
+        elif missing:
+            answers = await self.cache.call("claim", partial(self._claim_or_find, missing))
+            if answers is not None:
+                found = {**(found or {}), **self.cache.note_found(answers)}
+                pairs = zip(missing, answers, strict=True)
+                claimed_keys = [key for key, answer in pairs if answer is True]
+        for key in found or ():
             self._due_s.pop(key, None)
-        for key in lookup.claimed:
-            self._claims.setdefault(key, None)
-        if lookup.claimed and not self._tending:
+        for key in claimed_keys or ():
+            self._claims.setdefault(key, Claim(self, key))
+        if claimed_keys and not self._tending:
             self._tending = True
             self.cache.keep_running("claims", self._renew_and_release)
-        return lookup
+        return Lookup(found, claimed_keys)
 
-    def give_back(self, keys: Iterable[EntryKey]) -> None:
-        """Release claims that no maker has taken."""
-        free = [key for key in keys if self.is_free(key)]
-        for key in free:
-            del self._claims[key]
-        self._release(free)
+    async def _claim_or_find(
+        self, keys: Sequence[EntryKey], store: ProxyStore
+    ) -> list[EntryInfo | bool]:
+        """Claim entries that are not stored. If the request ends before, they are released."""
+        claiming = asyncio.ensure_future(store.claim_or_find(keys, self._owner, self._claim_s))
+        try:
+            return await asyncio.shield(claiming)
+        except asyncio.CancelledError:
+            self.cache.run_later(self._release_unused(keys, claiming, store))
+            raise
+
+    async def _release_unused(
+        self,
+        keys: Sequence[EntryKey],
+        claiming: asyncio.Future[list[EntryInfo | bool]],
+        store: ProxyStore,
+    ) -> None:
+        # Not by `call`, which skips the store after such failures.
+        with suppress(StoreError, ValueError):
+            answers = zip(keys, await claiming, strict=True)
+            claimed_keys = [key for key, answer in answers if answer is True]
+            if unused := [key for key in claimed_keys if key not in self._claims]:
+                await store.release(unused, self._owner)
 
     def is_free(self, key: EntryKey) -> bool:
         """Return whether this proxy has the claim of an entry, and no maker has taken it."""
-        return self._claims.get(key, inf) is None
+        claim = self._claims.get(key)
+        return claim is not None and claim.release_s is None
 
     def is_late(self, key: EntryKey) -> bool:
         """Return whether a missing entry should have been stored, at most `LATE_S` ago.
@@ -121,45 +190,65 @@ class Claims:
         late_s = asyncio.get_running_loop().time() - self._due_s.get(key, inf)
         return 0 <= late_s < LATE_S
 
-    def take(self, key: EntryKey) -> bool:
-        """Take a free claim for a maker. Return whether it was taken."""
+    def take(self, key: EntryKey) -> Claim | None:
+        """Take the claim of an entry for its maker; None if it is not free."""
         if not self.is_free(key):
-            return False
-        self._claims[key] = inf
-        return True
+            return None
+        claim = self._claims[key]
+        claim.release_s = inf
+        return claim
 
-    def end(self, keys: Sequence[EntryKey], *, entry_coming: bool) -> None:
-        """End the making of entries, and release their claims: later if the entries are coming."""
-        if entry_coming:
-            until_s = asyncio.get_running_loop().time() + self._written_within_s
-            for key in keys:
-                self._claims[key] = self._due_s[key] = until_s
-            return
-        for key in keys:
-            del self._claims[key]
-        self._release(keys)
+    async def wait(self, key: EntryKey, limit_s: float) -> EntryInfo | Claim | None:
+        """Return an entry that others make, as soon as it is stored.
 
-    async def poll(self, key: EntryKey) -> EntryInfo | Literal["free"] | None:
-        """Return an entry once it is stored, or "free" once its claim is free.
-
-        All waits of this proxy for one entry share one poll. None: the store does not answer, or
-        takes no claims, so that it is not known whether anyone makes the entry.
+        Otherwise the caller makes it: with the claim if the other maker failed, and without (None)
+        if the store does not answer, or if the entry did not appear in time. Such an entry is late,
+        and for `LATE_S` no request begins to wait for it.
         """
-        return await self._polls.join(key, partial(self._poll, key))
+        if self.is_late(key):
+            return None
+        try:
+            async with asyncio.timeout(limit_s):
+                while True:
+                    if (claim := self.take(key)) is not None:
+                        return claim
+                    # All waits of this proxy for one entry share their lookups.
+                    polled = await self._polls.join(key, partial(self._poll, key))
+                    if polled != "free":
+                        return polled
+        except TimeoutError:
+            if limit_s > self.consumer_wait_s / 2:  # else it was the request that had no time
+                self._due_s[key] = asyncio.get_running_loop().time()
+        finally:
+            self.give_back([key])
+        return None
 
     async def _poll(self, key: EntryKey) -> EntryInfo | Literal["free"] | None:
+        """Return an entry once it is stored, or "free" once its claim is free.
+
+        None: the store does not answer, or takes no claims, so that it is not known whether anyone
+        makes the entry.
+        """
         delays_s = iter(POLL_S)
         while True:
             lookup = await self.look_up([key], patient=True)
-            if not lookup.settled or key in (lookup.found or ()):
+            if lookup.claimed_keys is None:
                 return (lookup.found or {}).get(key)
             if self.is_free(key):
                 return "free"
             await asyncio.sleep(next(delays_s, POLL_S[-1]))
 
-    def note_late(self, key: EntryKey) -> None:
-        """Note that an entry was not stored while a request waited for it."""
-        self._due_s[key] = asyncio.get_running_loop().time()
+    def expect_entry(self, key: EntryKey) -> float:
+        """Expect that an entry is stored soon; return the time after which it is late."""
+        self._due_s[key] = asyncio.get_running_loop().time() + self._written_within_s
+        return self._due_s[key]
+
+    def give_back(self, keys: Iterable[EntryKey]) -> None:
+        """Release claims that no maker has taken."""
+        free = [key for key in keys if self.is_free(key)]
+        for key in free:
+            del self._claims[key]
+        self._release(free)
 
     def _release(self, keys: Sequence[EntryKey]) -> None:
         if keys:
@@ -171,7 +260,7 @@ class Claims:
         while self._claims:
             await asyncio.sleep(self._tend_s)
             now_s = clock()
-            over = [key for key, until_s in self._claims.items() if (until_s or inf) <= now_s]
+            over = [key for key, claim in self._claims.items() if (claim.release_s or inf) <= now_s]
             for key in over:
                 del self._claims[key]
             await self.cache.release(over, self._owner)
@@ -183,72 +272,3 @@ class Claims:
 
     async def _renew(self, keys: Sequence[EntryKey], store: ProxyStore) -> list[bool]:
         return await store.claim(keys, self._owner, self._claim_s)
-
-
-@dataclass(slots=True, eq=False)
-class MakerClaims:
-    """Claims that one maker of entries has taken: a context manager that releases them.
-
-    The maker is an encode request, or the consumer of a request. Without a store it has no claims.
-    """
-
-    _claims: Claims | None
-    _keys: list[EntryKey] = field(default_factory=list)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.end(entry_coming=False)
-
-    def take(self, key: EntryKey) -> bool:
-        """Take a free claim. Return whether this maker has it, maybe from before."""
-        if key not in self._keys and self._claims is not None and self._claims.take(key):
-            self._keys.append(key)
-        return key in self._keys
-
-    def wait_limit_s(self, keys: Sequence[EntryKey | None]) -> float:
-        """Take the free claims. Return how long a request may wait for all the entries, in seconds.
-
-        It is 0 if its consumer makes one of them: two requests must not wait for each other.
-        """
-        claims = self._claims
-        if claims is None:
-            return 0.0
-        shared = [key for key in keys if key is not None and not claims.is_late(key)]
-        for key in shared:
-            self.take(key)
-        return 0.0 if self._keys or len(shared) < len(keys) else claims.consumer_wait_s
-
-    async def wait(self, key: EntryKey, wait_s: float) -> EntryInfo | None:
-        """Return an entry that others make, as soon as it is stored.
-
-        None: this maker makes the entry. It has the claim if the other maker failed. It has none if
-        the store does not answer, or if the entry did not appear in time: such an entry is late,
-        and for `LATE_S` no request begins to wait for it.
-        """
-        claims = self._claims
-        if claims is None or claims.is_late(key):
-            return None
-        try:
-            async with asyncio.timeout(wait_s):
-                while not self.take(key):
-                    if (found := await claims.poll(key)) != "free":
-                        return found
-        except TimeoutError:
-            if wait_s > claims.consumer_wait_s / 2:  # else it was the request that had no time
-                claims.note_late(key)
-        finally:
-            claims.give_back([key])
-        return None
-
-    def hand_over(self) -> "MakerClaims":
-        """Return the claims for the answer of the request, and have none any more."""
-        keys, self._keys = self._keys, []
-        return MakerClaims(self._claims, keys)
-
-    def end(self, *, entry_coming: bool) -> None:
-        """Release the claims; `entry_coming` tells whether the entries are being written."""
-        keys, self._keys = self._keys, []
-        if keys and self._claims is not None:
-            self._claims.end(keys, entry_coming=entry_coming)

@@ -6,23 +6,21 @@ bypasses it: every lookup is a miss, and requests are served as without a store.
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from contextvars import Context
 from typing import Any, Literal, Self, TypeVar
 
 import structlog
 
-from ec_store.aio import AsyncStore
 from ec_store.bounded import BoundedDict
-from ec_store.concurrency import Breaker
+from ec_store.concurrency import OPEN_S, Breaker
 from ec_store.entry import EntryInfo
 from ec_store.errors import StoreError, StoreMissing
 from ec_store.keys import EntryKey
 from ec_store.opening import ProxyStore
 from epd.aio import Background, Work
 from epd.config.sections.transfers import TransferSettings
-from epd.encoder_cache.lookup import Lookup
 
 REFRESH_S = 5.0
 """Interval of reading the namespaces, and of retries to open the store."""
@@ -44,8 +42,6 @@ MAX_LEARNED = 1024
 PATIENT_S = 1.0
 """Timeout of calls that a request cannot do without, or that are cheap compared with an encode."""
 
-LATE = "no answer in time"
-
 MAX_LEASED = 65536
 """Upper bound of the remembered leases, which avoid repeated calls."""
 
@@ -64,6 +60,7 @@ Operation = Literal[
     "delete",
 ]
 """Operations of the store."""
+READS = ("lookup", "get_name")
 Result = Literal["ok", "timeout", "error", "skipped"]
 """Results of an operation. `skipped`: the store is not open, or is bypassed after failures."""
 
@@ -87,8 +84,12 @@ class EncoderCache:
         background: Background,
         *,
         refresh_s: float = REFRESH_S,
+        skip_s: float = OPEN_S,
     ) -> None:
-        """Create the client without opening the store. `open_store` opens an existing one."""
+        """Create the client without opening the store. `open_store` opens an existing one.
+
+        A failing store is skipped for `skip_s` seconds.
+        """
         self._background = background
         self.operations: Counter[tuple[Operation, Result]] = Counter()
         self.found_bytes = 0
@@ -98,8 +99,8 @@ class EncoderCache:
         self._store: ProxyStore | None = None
         self._problem: str | None = None
         self._refresh_s = refresh_s
-        self._reading = Breaker("reading from the encoder store", warn=_warn)
-        self._writing = Breaker("writing to the encoder store", warn=_warn)
+        self._reading = Breaker("reading from the encoder store", warn=_warn, open_s=skip_s)
+        self._writing = Breaker("writing to the encoder store", warn=_warn, open_s=skip_s)
         self._namespaces: Mapping[str, str] = {}
         self._learned: BoundedDict[str, str] = BoundedDict(MAX_LEARNED)
         self._ready = asyncio.Event()
@@ -135,69 +136,24 @@ class EncoderCache:
         None means that the store did not answer: the request should then bypass it. A `patient`
         request cannot be served without an answer.
         """
-        look = Lookup(keys)
-        await self.run_lookup(look, patient=patient)
-        return look.found
+        if not keys:
+            return {}
+        limit_s = PATIENT_S if patient else self._config.ec_store_budget_s
+        infos = await self.call("lookup", lambda store: store.lookup(keys), limit_s)
+        return None if infos is None else self.note_found(infos)
 
-    async def run_lookup(self, look: Lookup, *, patient: bool = False) -> None:
-        """Run a lookup, as far as the store answers. Found entries are leased soon after.
-
-        Claims may take longer than a lookup: after a lookup in time, they get `PATIENT_S`.
-        """
-        if not look.keys:
-            look.found = {}
-            return
-        if self._store is None or self._reading.open:
-            self.operations["lookup", "skipped"] += 1
-            return
-        look.skips_claims = look.owner is not None and self._writing.open
-        failure: Exception | None = None
-        try:
-            await self._look_up_in_time(look, self._store, patient=patient)
-        except (StoreError, ValueError) as error:
-            failure = error
-        self._count_lookup(look, failure)
-        if look.found:
-            self.found_bytes += sum([info.size_bytes for info in look.found.values()])
-            until_s = asyncio.get_running_loop().time() + self._config.ec_store_lease_s
-            # Those with less than `ec_store_lease_s` left of their lease.
-            short = [key for key in look.found if self._leased.get(key, 0.0) < until_s]
-            if short:
-                self.run_later(self.lease(short))
-
-    def _count_lookup(self, look: Lookup, failure: Exception | None) -> None:
-        if look.found is None:
-            self.operations["lookup", "error" if failure else "timeout"] += 1
-            self._reading.record_failure(failure or LATE)
-            return
-        self.operations["lookup", "ok"] += 1
-        self._reading.succeeded()
-        if failure is not None or look.abandoned:
-            self.operations["claim", "error" if failure else "timeout"] += 1
-            self._writing.record_failure(failure or LATE)
-        elif look.settled:
-            self.operations["claim", "ok"] += 1
-            self._writing.succeeded()
-        elif look.skips_claims and len(look.found) < len(look.keys):
-            self.operations["claim", "skipped"] += 1
-
-    async def _look_up_in_time(self, look: Lookup, store: ProxyStore, *, patient: bool) -> None:
-        """Run a lookup that is abandoned if it is late, or if its request is cancelled."""
-        visit: asyncio.Future[None]
-        if isinstance(store, AsyncStore):
-            visit = store.begin_visit(look.run)
-        else:
-            visit = asyncio.ensure_future(look.ask(store))
-        visit.add_done_callback(_retrieve_error)
-        try:
-            for limit_s in (PATIENT_S if patient else self._config.ec_store_budget_s, PATIENT_S):
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(limit_s):
-                        await asyncio.shield(visit)
-                if visit.done() or look.found is None:
-                    break
-        finally:
-            look.abandoned = not visit.done()
+    def note_found(self, infos: Iterable[EntryInfo | bool | None]) -> dict[EntryKey, EntryInfo]:
+        """Return the found entries by key, and lease them soon after."""
+        found = {info.key: info for info in infos if isinstance(info, EntryInfo)}
+        until_s = asyncio.get_running_loop().time() + self._config.ec_store_lease_s
+        short: list[EntryKey] = []
+        for key, info in found.items():
+            self.found_bytes += info.size_bytes
+            if self._leased.get(key, 0.0) < until_s:  # less than `ec_store_lease_s` is left
+                short.append(key)
+        if short:
+            self.run_later(self.lease(short))
+        return found
 
     async def lease(self, keys: Sequence[EntryKey]) -> None:
         """Protect entries from eviction for a while.
@@ -236,22 +192,25 @@ class EncoderCache:
         return known.pop() if len(known) == 1 else None
 
     async def call(
-        self, operation: Operation, call: Callable[[ProxyStore], Awaitable[T]]
+        self,
+        operation: Operation,
+        call: Callable[[ProxyStore], Awaitable[T]],
+        limit_s: float = PATIENT_S,
     ) -> T | None:
         """Return the store's answer; None if it did not answer, or is bypassed.
 
         Reads and writes have breakers of their own.
         """
-        breaker = self._reading if operation == "get_name" else self._writing
+        breaker = self._reading if operation in READS else self._writing
         if self._store is None or breaker.open:
             self.operations[operation, "skipped"] += 1
             return None
         try:
-            async with asyncio.timeout(PATIENT_S):
+            async with asyncio.timeout(limit_s):
                 answer = await call(self._store)
         except TimeoutError:
             self.operations[operation, "timeout"] += 1
-            breaker.record_failure(f"no answer within {PATIENT_S:g} s")
+            breaker.record_failure(f"no answer within {limit_s:g} s")
             return None
         except (StoreError, ValueError) as error:
             self.operations[operation, "error"] += 1
@@ -310,12 +269,6 @@ class EncoderCache:
         task = asyncio.create_task(work, context=Context())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _retrieve_error(visit: "asyncio.Future[None]") -> None:
-    """Retrieve an exception that may have no waiter left, so that asyncio does not log it."""
-    if not visit.cancelled():
-        visit.exception()
 
 
 def _warn(text: str) -> None:

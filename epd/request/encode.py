@@ -8,14 +8,14 @@ The steps for one item, each taken unless an earlier one has the output:
                                                                another request's consumer does
     Placement.place_items    place, by the request's policy    prefill or decode encodes it
     Encoder._encode_item     run, shared by this process       another request encodes it
-    Encoder._wait_for_entry  claim, shared by all proxies      another proxy encodes it
+    Encoder._take_or_wait    claim, shared by all proxies      another proxy encodes it
     Encoder._try_instances   instance, and the next one        an encode instance encodes it
     Encoder._fall_back       after the last failure            prefill or decode encodes it
 """
 
 import asyncio
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ from ec_store.entry import EntryInfo
 from ec_store.keys import EntryKey
 from epd.aio import Flights, gather_first
 from epd.api.items import MMItem, feature_count
-from epd.encoder_cache.claims import Claims, MakerClaims
+from epd.encoder_cache.claims import Claim, Claims
 from epd.encoder_cache.identity import Identifiers, OutputKey, output_key
 from epd.errors import (
     NoInstance,
@@ -78,18 +78,14 @@ class Encoder:
     _flights: Flights[Hashable, "tuple[EncodedItem, Span | None]"] = field(default_factory=Flights)
     _retries: Retries = field(default_factory=Retries)
 
-    def consumer_claims(self) -> MakerClaims | None:
-        """Return the claims of a request, none yet, for `encode`; None without a store."""
-        return None if self._claims is None else MakerClaims(self._claims)
-
     async def encode(
-        self, job: EncodeJob, consumer_claims: MakerClaims | None = None
+        self, job: EncodeJob, consumer_claims: ExitStack | None = None
     ) -> list[EncodedItem]:
         """Return the source and the known facts of each item's output; encode missing ones.
 
         At most `AT_ONCE` encodes of one request run in parallel, and all of them end within
-        `--encode-timeout-s`. `consumer_claims` get those of the entries that the request's consumer
-        will encode; without a consumer it is None.
+        `--encode-timeout-s`. The claims of the entries that the request's consumer will encode are
+        entered into `consumer_claims`; without a consumer it is None.
 
         Raises:
             ProxyError: an item failed; encodes of the others that no request shares are cancelled.
@@ -103,7 +99,7 @@ class Encoder:
         try:
             record.wait_for("encode")
             if any(pending.output is None for pending in items):
-                if job.course.local and job.has_all_media and consumer_claims is not None:
+                if consumer_claims is not None and job.course.local and job.has_all_media:
                     await self._leave_items(job, items, consumer_claims)
                 self._place_items(job, items)
             missing = [pending for pending in items if pending.output is None]
@@ -117,6 +113,104 @@ class Encoder:
         outputs = [pending.output for pending in items if pending.output is not None]
         record.add_items([(output.result, output.item.modality) for output in outputs])
         return outputs
+
+    async def _look_up(self, job: EncodeJob, items: Sequence[PendingItem]) -> Sequence[EntryKey]:
+        """Look up the items in the store. Return the keys of missing ones that were claimed.
+
+        Raises:
+            RequestRefused: 503, the store did not answer, and an item has no media.
+        """
+        claims, model = self._claims, job.request.body.get("model")
+        if claims is None or not (namespace := job.namespace or claims.cache.namespace(model)):
+            return ()
+        for pending in items:
+            skipped = job.reencode and pending.item.has_media
+            if pending.output_key is None or skipped:
+                continue
+            if identifier := self._identifiers.identifier_of(pending.output_key):
+                pending.entry_key = EntryKey(namespace, identifier)
+        keys = [*dict.fromkeys(pending.entry_key for pending in items if pending.entry_key)]
+        if not keys:
+            return ()
+        with job.request.record.time_stage("store", "lookup"):
+            lookup = await claims.look_up(keys, patient=not job.has_all_media)
+        if lookup.found is None and not job.has_all_media:
+            raise no_store("the encoder store did not answer; retry later, or send the media")
+        for pending in items:
+            if pending.entry_key is None:
+                continue
+            pending.output = _hit(pending.item, (lookup.found or {}).get(pending.entry_key))
+            if pending.output is None and lookup.claimed_keys is None:
+                pending.entry_key = None
+        return lookup.claimed_keys or ()
+
+    async def _leave_items(
+        self, job: EncodeJob, items: Sequence[PendingItem], consumer_claims: ExitStack
+    ) -> None:
+        """Leave the missing items to the consumer, or wait for other requests' consumers.
+
+        A request waits only if its own consumer has to encode none of its items: otherwise it is
+        sent with all its media anyway, and two requests must not wait for each other.
+        """
+        claims, clock = self._claims, asyncio.get_running_loop().time
+        if claims is None:
+            return
+        missing = [pending for pending in items if pending.output is None]
+        waits = False
+        if self._namespaces.consumers_share():
+            keys = [pending.entry_key for pending in missing]
+            shared = [key for key in keys if key is not None and not claims.is_late(key)]
+            free = [claim for key in shared if (claim := claims.take(key)) is not None]
+            for claim in free:
+                consumer_claims.enter_context(claim)
+            waits = not free and len(shared) == len(keys)
+        # Half of the time is left for items that must be encoded by a request of their own.
+        until_s = clock() + min(claims.consumer_wait_s, job.left_s / 2)
+        for pending in missing:
+            if waits:
+                entry = await self._take_or_wait(job, pending, until_s - clock())
+                if isinstance(entry, Claim):
+                    consumer_claims.enter_context(entry)
+                else:
+                    pending.output = _hit(pending.item, entry)
+                # Meanwhile the item may have ended the instances of other requests.
+                self._fatal.check(job.request.watched, [pending.item.identity])
+            if pending.output is None:
+                pending.place, waits = AT_CONSUMER, False
+            else:
+                job.request.record.add_wait()
+
+    def _place_items(self, job: EncodeJob, items: Sequence[PendingItem]) -> None:
+        """Place the items without an output. Those with a place at the consumer are left to it.
+
+        Raises:
+            UnknownMedia: one of them has no media.
+        """
+        record = job.request.record
+        for pending in items:
+            pending.under_way = pending.output is None and self._is_under_way(job, pending)
+        self._placement.place_items(job, items)
+        if places := [pending.place for pending in items if pending.place is not None]:
+            record.add_places([place.labels for place in places])
+            if OVERLOADED in places:
+                record.add_degraded("encode-local")
+        for pending in items:
+            if pending.output is not None:
+                continue
+            if pending.at_consumer:
+                pending.output = _local(pending)
+            elif not pending.item.has_media:
+                raise UnknownMedia(
+                    "no media are stored under this uuid; send them again",
+                    param=pending.item.param_path,
+                )
+
+    def _is_under_way(self, job: EncodeJob, pending: PendingItem) -> bool:
+        """Return whether another request or another proxy is making an item's output."""
+        if (pending.output_key, job.sharing) in self._flights:
+            return True
+        key = pending.entry_key
+        return self._claims is not None and key is not None and not self._claims.is_free(key)
 
     async def _encode_item(self, job: EncodeJob, pending: PendingItem) -> None:
         """Set the output of an item by an encode, or leave it to prefill or decode.
@@ -162,132 +256,40 @@ class Encoder:
 
         The second value is the span of the request to an encode instance, if it is traced.
         """
-        item, trace = pending.item, job.request.record.span
-        with MakerClaims(self._claims) as claims:
-            # Half of the time is left for an encode of this proxy.
-            hit = await self._wait_for_entry(job, pending, claims, job.left_s / 2)
-            if hit is not None:
-                return hit, None
+        item, request = pending.item, job.request
+        # Half of the time is left for an encode of this proxy.
+        entry = await self._take_or_wait(job, pending, job.left_s / 2)
+        with entry if isinstance(entry, Claim) else nullcontext() as claim:
+            if isinstance(entry, EntryInfo):
+                # Meanwhile the item may have ended the instances of other requests.
+                self._fatal.check(request.watched, [item.identity])
+                if (hit := _hit(item, entry)) is not None:
+                    return hit, None
             encoded = await self._try_instances(job, pending)
-            claims.end(entry_coming=encoded.identifier is not None)
+            if claim is not None:
+                claim.end(entry_coming=encoded.identifier is not None)
         if self._claims is not None and encoded.namespace is not None:
             self._claims.cache.learn_namespace(output.model, encoded.namespace)
         if encoded.identifier is not None:
             self._identifiers.learn_identifier(output, encoded.identifier)
+        trace = request.record.span
         span = None if trace is None else trace.latest_child("encode", item)
         return EncodedItem(item, encoded, "encoded"), span
 
-    async def _wait_for_entry(
-        self, job: EncodeJob, pending: PendingItem, claims: MakerClaims, wait_s: float
-    ) -> EncodedItem | None:
-        """Return an item once its entry is stored that another request or another proxy makes.
+    async def _take_or_wait(
+        self, job: EncodeJob, pending: PendingItem, limit_s: float
+    ) -> EntryInfo | Claim | None:
+        """Return the claim of an item, or wait for the entry that others make (`Claims.wait`).
 
-        None: this request makes the entry, for one of the reasons of `MakerClaims.wait`.
+        None: this request makes the entry without a claim.
         """
-        item, key, request = pending.item, pending.entry_key, job.request
-        if key is None or claims.take(key):
+        claims, key = self._claims, pending.entry_key
+        if claims is None or key is None:
             return None
-        with request.record.wait_span(item):
-            found = await claims.wait(key, wait_s)
-        # Meanwhile the item may have ended the instances of other requests.
-        self._fatal.check(request.watched, [item.identity])
-        return _hit(item, found)
-
-    async def _look_up(self, job: EncodeJob, items: Sequence[PendingItem]) -> Sequence[EntryKey]:
-        """Look up the items in the store. Return the keys of missing ones that were claimed.
-
-        Raises:
-            RequestRefused: 503, the store did not answer, and an item has no media.
-        """
-        claims, model = self._claims, job.request.body.get("model")
-        if claims is None or not (namespace := job.namespace or claims.cache.namespace(model)):
-            return ()
-        for pending in items:
-            skipped = job.reencode and pending.item.has_media
-            if pending.output_key is None or skipped:
-                continue
-            if identifier := self._identifiers.identifier_of(pending.output_key):
-                pending.entry_key = EntryKey(namespace, identifier)
-        keys = [*dict.fromkeys(pending.entry_key for pending in items if pending.entry_key)]
-        if not keys:
-            return ()
-        with job.request.record.time_stage("store", "lookup"):
-            lookup = await claims.look_up(keys, patient=not job.has_all_media)
-        if lookup.found is None and not job.has_all_media:
-            raise no_store("the encoder store did not answer; retry later, or send the media")
-        for pending in items:
-            if pending.entry_key is None:
-                continue
-            pending.output = _hit(pending.item, (lookup.found or {}).get(pending.entry_key))
-            if pending.output is None and not lookup.settled:
-                pending.entry_key = None
-        return lookup.claimed
-
-    async def _leave_items(
-        self, job: EncodeJob, items: Sequence[PendingItem], claims: MakerClaims
-    ) -> None:
-        """Leave the missing items to the consumer, or wait for other requests' consumers.
-
-        A request waits only if its own consumer has to encode none of its items: otherwise it is
-        sent with all its media anyway.
-        """
-        missing = [pending for pending in items if pending.output is None]
-        limit_s = 0.0
-        if self._namespaces.consumers_share():
-            limit_s = claims.wait_limit_s([pending.entry_key for pending in missing])
-        waits, clock = limit_s > 0, asyncio.get_running_loop().time
-        # Half of the time is left for items that must be encoded by a request of their own.
-        until_s = clock() + min(limit_s, job.left_s / 2)
-        for pending in missing:
-            if waits:
-                wait_s = until_s - clock()
-                pending.output = await self._wait_for_entry(job, pending, claims, wait_s)
-            if pending.output is None:
-                pending.place, waits = AT_CONSUMER, False
-            else:
-                job.request.record.add_wait()
-
-    def _place_items(self, job: EncodeJob, items: Sequence[PendingItem]) -> None:
-        """Place the items without an output. Those with a place at the consumer are left to it.
-
-        Raises:
-            UnknownMedia: one of them has no media.
-        """
-        record = job.request.record
-        for pending in items:
-            pending.under_way = pending.output is None and self._is_under_way(job, pending)
-        self._placement.place_items(job, items)
-        if places := [pending.place for pending in items if pending.place is not None]:
-            record.add_places([place.labels for place in places])
-            if OVERLOADED in places:
-                record.add_degraded("encode-local")
-        for pending in items:
-            if pending.output is not None:
-                continue
-            if pending.at_consumer:
-                pending.output = _local(pending)
-            elif not pending.item.has_media:
-                raise UnknownMedia(
-                    "no media are stored under this uuid; send them again",
-                    param=pending.item.param_path,
-                )
-
-    def _is_under_way(self, job: EncodeJob, pending: PendingItem) -> bool:
-        """Return whether another request or another proxy is making an item's output."""
-        if (pending.output_key, job.sharing) in self._flights:
-            return True
-        key = pending.entry_key
-        return self._claims is not None and key is not None and not self._claims.is_free(key)
-
-    def _instances(self, job: EncodeJob) -> tuple[Choice, Callable[[Instance], bool] | None]:
-        """Return the choice among the instances that encode, and the predicate of those that fit.
-
-        If there are no encode instances, consumers that write to the store get encode requests for
-        items that must not be sent with their media.
-        """
-        if self._table.has(Role.ENCODE) or not self._namespaces.any_consumer_writes():
-            return self._choice, self._placement.fits(job)
-        return self._consumers, partial(self._namespaces.writes_to, namespace=job.namespace)
+        if (claim := claims.take(key)) is not None:
+            return claim
+        with job.request.record.wait_span(pending.item):
+            return await claims.wait(key, limit_s)
 
     async def _try_instances(self, job: EncodeJob, pending: PendingItem) -> OutputFacts:
         """Return the output of an item from an encode instance, or from the next after a failure.
@@ -345,6 +347,34 @@ class Encoder:
                     job.retries -= 1
                     await tries.next_try(error, delay_s, 0.0 if falls_back else job.left_s)
 
+    def _instances(self, job: EncodeJob) -> tuple[Choice, Callable[[Instance], bool] | None]:
+        """Return the choice among the instances that encode, and the predicate of those that fit.
+
+        If there are no encode instances, consumers that write to the store get encode requests for
+        items that must not be sent with their media.
+        """
+        if self._table.has(Role.ENCODE) or not self._namespaces.any_consumer_writes():
+            return self._choice, self._placement.fits(job)
+        return self._consumers, partial(self._namespaces.writes_to, namespace=job.namespace)
+
+    def _timeout_s(self, job: EncodeJob, item: MMItem, tried: Sequence[Instance]) -> float:
+        """Return the time limit of a request: half of what is left while another one may follow.
+
+        An instance that has to fetch media may need all of it.
+        """
+        choice, fits = self._instances(job)
+        may_follow = (
+            not item.is_remote
+            and len(tried) < MAX_ENCODES
+            and job.retries
+            and job.request.watched.pins is None
+            and any(
+                candidate.instance not in tried and (fits is None or fits(candidate.instance))
+                for candidate in self._table.usable_candidates(*choice.roles)
+            )
+        )
+        return job.left_s / 2 if may_follow else job.left_s
+
     async def _send(
         self, job: EncodeJob, pending: PendingItem, instance: Instance, timeout_s: float
     ) -> OutputFacts:
@@ -378,24 +408,6 @@ class Encoder:
         # The consumer cannot find an output that is written to another namespace.
         findable = job.namespace is None or output.namespace in {None, job.namespace}
         return output if findable else OutputFacts()
-
-    def _timeout_s(self, job: EncodeJob, item: MMItem, tried: Sequence[Instance]) -> float:
-        """Return the time limit of a request: half of what is left while another one may follow.
-
-        An instance that has to fetch media may need all of it.
-        """
-        choice, fits = self._instances(job)
-        may_follow = (
-            not item.is_remote
-            and len(tried) < MAX_ENCODES
-            and job.retries
-            and job.request.watched.pins is None
-            and any(
-                candidate.instance not in tried and (fits is None or fits(candidate.instance))
-                for candidate in self._table.usable_candidates(*choice.roles)
-            )
-        )
-        return job.left_s / 2 if may_follow else job.left_s
 
     def _fall_back(self, job: EncodeJob, pending: PendingItem, failure: ProxyError) -> EncodedItem:
         """Return an item that prefill or decode encodes after a failure.

@@ -1,12 +1,11 @@
 """Pipeline of a request: encode, optional prefill, decode; retried until its answer has begun."""
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
 from epd.api.prompts import BYTES_PER_TOKEN, prompt_tokens
-from epd.encoder_cache.claims import MakerClaims
 from epd.encoder_cache.keys import Keys
 from epd.errors import NoInstance, ProxyError
 from epd.media.fetch import MediaFetcher
@@ -72,8 +71,7 @@ class Pipeline:
         attempt = Attempt(self._choose_course(request, named), named)
         request = await self._keyed(request)
         async with self._quarantine.context_for(request.watched):
-            claims = self._encoder.consumer_claims() if attempt.course.local else None
-            with claims or nullcontext(), self._retries.tries(MAX_ATTEMPTS) as tries:
+            with ExitStack() as claims, self._retries.tries(MAX_ATTEMPTS) as tries:
                 while True:
                     try:
                         answer = await self._run_attempt(request, attempt, claims)
@@ -85,12 +83,12 @@ class Pipeline:
                         attempt = following
                         request.record.add_retry()
                     else:
-                        if claims is not None:
-                            answer.claims = claims.hand_over()
+                        if attempt.course.local:
+                            answer.claims = claims.pop_all()
                         return answer
 
     async def _run_attempt(
-        self, request: Request, attempt: Attempt, claims: MakerClaims | None
+        self, request: Request, attempt: Attempt, claims: ExitStack
     ) -> DecodeAnswer:
         """Send a request through its stages once: encode, prefill, decode.
 

@@ -2,14 +2,13 @@
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from epd.aio import end_tasks, errors_of
 from epd.api.usage import Usage
 from epd.conversations.turn import Turn
-from epd.encoder_cache.claims import MakerClaims
 from epd.errors import ProxyError, Stage, SuspectedFatal, UpstreamDied, slug_of
 from epd.request.choices import Choices
 from epd.request.kv_peers import PeerRegistry
@@ -65,12 +64,12 @@ class DecodeAnswer:
     _watched: Watched
     _local_identities: Sequence[str]
     engine_died: bool = False
-    claims: MakerClaims | None = None
+    claims: ExitStack | None = None
 
     def close(self, error: BaseException | None) -> None:
         """Close the answer, and judge its instance by the error."""
         if self.claims is not None:
-            self.claims.end(entry_coming=error is None)
+            self.claims.__exit__(None, error, None)
         if self.span is not None:
             self.span.end_span(slug_of(error))
         self.reply.close()

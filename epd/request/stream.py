@@ -138,4 +138,4 @@ class StreamRelay:
         if self._answer.span is not None:
             self._answer.span.event("first_token")
         if self._answer.claims is not None:  # decode has encoded the items
-            self._answer.claims.end(entry_coming=True)
+            self._answer.claims.close()

@@ -7,7 +7,7 @@ from uuid import uuid4
 import httpx
 import orjson
 
-from scripts.matrix.answer import Answer, read_answer, read_events
+from epd.tools.bench.answer import Answer, read_answer, read_events
 from scripts.matrix.cases import Request, contents
 from scripts.matrix.media import text
 

@@ -13,12 +13,12 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from epd.routing.instances import Role
+from epd.tools.bench.answer import TOLERANCES, Answer, differences
 from epd.tools.up.engine import Engine
 from epd.tools.up.process import ProcessDied
 from epd.tools.up.settings import Topology
 from scripts.forked import ForkedStack
 from scripts.make_media import MEDIA
-from scripts.matrix.answer import TOLERANCES, Answer, differences
 from scripts.matrix.asking import alone, apart, ask
 from scripts.matrix.cases import AT_ONCE, Case, Request, cases, distinct
 from scripts.matrix.results import CaseResult, Outcome, Result

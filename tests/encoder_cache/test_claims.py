@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from ec_store import Entry, EntryKey, Store, StoreUnavailable
-from ec_store.aio import AsyncStore
+from ec_store import Entry, EntryInfo, EntryKey, Store, StoreUnavailable
 from ec_store.disk.store import SharedDiskStore
-from epd.encoder_cache.claims import Claims, MakerClaims
+from epd.encoder_cache.claims import Claim, Claims, Lookup
 from epd.encoder_cache.client import EncoderCache
-from epd.encoder_cache.lookup import Lookup
 from tests.support.backed import NAMESPACE, Backed, cache_settings, opened_cache
 from tests.support.fleet import until
 
@@ -39,7 +37,7 @@ async def looked(claims: Claims, *names: str) -> AsyncIterator[Lookup]:
     try:
         yield lookup
     finally:
-        claims.give_back(lookup.claimed)
+        claims.give_back(lookup.claimed_keys or ())
 
 
 def key(name: str) -> EntryKey:
@@ -59,9 +57,14 @@ def put(store: Store, key: EntryKey) -> None:
 
 def make(claims: Claims, key: EntryKey) -> None:
     """Take the claim of an entry, and end its making: the entry is coming."""
-    maker = MakerClaims(claims)
-    assert maker.take(key)
-    maker.end(entry_coming=True)
+    with taken(claims, key):
+        pass
+
+
+def taken(claims: Claims, key: EntryKey) -> Claim:
+    claim = claims.take(key)
+    assert claim is not None
+    return claim
 
 
 @pytest.fixture
@@ -87,10 +90,9 @@ async def test_lookup_claims_missing_entries_without_a_second_call(
     backed: Backed, url: str, calls: list[str]
 ) -> None:
     async with claiming(url) as claims, looked(claims, "a", "b") as look:
-        assert list(look.claimed) == KEYS
+        assert look.claimed_keys == KEYS
         asked = len(calls)
-        with MakerClaims(claims) as maker:
-            assert maker.take(KEYS[0])
+        with taken(claims, KEYS[0]):
             assert len(calls) == asked
 
             assert not free(backed.store, KEYS[0])
@@ -99,8 +101,7 @@ async def test_lookup_claims_missing_entries_without_a_second_call(
 async def test_claims_go_back_at_once_where_nothing_was_made(backed: Backed, url: str) -> None:
     async with claiming(url, **LASTING) as claims:
         async with looked(claims, "a", "b"):
-            with MakerClaims(claims) as maker:
-                assert maker.take(KEYS[0])
+            taken(claims, KEYS[0]).end(entry_coming=False)
 
         await until(lambda: free(backed.store, *KEYS), timeout_s=30)
 
@@ -128,9 +129,10 @@ async def test_a_claim_is_free_until_a_maker_takes_it(backed: Backed, url: str) 
     async with claiming(url) as ours, claiming(url) as theirs:
         async with looked(theirs, "b"), looked(ours, "a", "b"), looked(ours, "a"):
             assert [ours.is_free(one) for one in KEYS] == [True, False]
-            with MakerClaims(ours) as first, MakerClaims(ours) as second:
-                assert (first.take(KEYS[0]), second.take(KEYS[0])) == (True, False)
-                assert not ours.is_free(KEYS[0])
+            claim = taken(ours, KEYS[0])
+            assert ours.take(KEYS[0]) is None
+            assert not ours.is_free(KEYS[0])
+            claim.end(entry_coming=False)
         await until(lambda: free(backed.store, *KEYS), timeout_s=30)
 
 
@@ -139,41 +141,37 @@ async def test_a_claim_that_another_request_gave_back_is_claimed_by_the_wait(
 ) -> None:
     async with claiming(url) as claims:
         async with looked(claims, "a"):
-            assert not (await claims.look_up(KEYS[:1])).claimed
+            assert not (await claims.look_up(KEYS[:1])).claimed_keys
         await until(lambda: free(backed.store, KEYS[0]), timeout_s=30)
-        with MakerClaims(claims) as maker:
-            assert await maker.wait(KEYS[0], 3600) is None
-            assert maker.take(KEYS[0])
-            assert not free(backed.store, KEYS[0])
+        assert isinstance(await claims.wait(KEYS[0], 3600), Claim)
+        assert not claims.is_free(KEYS[0])
+        assert not free(backed.store, KEYS[0])
 
 
 async def test_an_entry_that_was_made_is_found_by_a_later_wait(backed: Backed, url: str) -> None:
     """The other maker may have made it since this one looked it up."""
     async with claiming(url) as claims, looked(claims, "a"), looked(claims, "a"):
         make(claims, KEYS[0])
-        waiting = asyncio.create_task(MakerClaims(claims).wait(KEYS[0], 3600))
+        waiting = asyncio.create_task(claims.wait(KEYS[0], 3600))
         await asyncio.sleep(0.05)
         put(backed.store, KEYS[0])
 
-        assert await waiting is not None
+        assert isinstance(await waiting, EntryInfo)
 
 
 async def test_waits_for_one_entry_share_their_lookups(
     backed: Backed, url: str, calls: list[str]
 ) -> None:
     async with claiming(url) as claims, looked(claims, "a"):
-        with MakerClaims(claims) as maker:
-            assert maker.take(KEYS[0])
-            waits = [
-                asyncio.create_task(MakerClaims(claims).wait(KEYS[0], 3600)) for _ in range(50)
-            ]
+        with taken(claims, KEYS[0]):
+            waits = [asyncio.create_task(claims.wait(KEYS[0], 3600)) for _ in range(50)]
             asked = len(calls)
             await asyncio.sleep(0.3)
             polls = (len(calls) - asked) / 3  # a lookup, a claim and a lookup each
             put(backed.store, KEYS[0])
             found = await asyncio.gather(*waits)
 
-        assert None not in found
+        assert all(isinstance(each, EntryInfo) for each in found)
         assert polls < 50
 
 
@@ -183,16 +181,17 @@ async def test_no_wait_lasts_for_an_entry_that_did_not_appear(backed: Backed, ur
     async with asyncio.timeout(90), claiming(url, **limits) as claims:
         async with looked(claims, "a", "b"):
             make(claims, KEYS[0])
-            with MakerClaims(claims) as maker, MakerClaims(claims) as other:
-                assert other.take(KEYS[1])
-                assert await maker.wait(KEYS[1], 0.04) is None
-                assert not claims.is_late(KEYS[1])
-                assert await maker.wait(KEYS[0], 3600) is None
-                assert maker.take(KEYS[0])
-                assert await maker.wait(KEYS[1], 0.1) is None
-                new = MakerClaims(claims)
-                assert new.wait_limit_s(KEYS[:1]) == new.wait_limit_s(KEYS[1:]) == 0
-                assert await new.wait(KEYS[0], 3600) is await new.wait(KEYS[1], 3600) is None
+            other = taken(claims, KEYS[1])
+            assert await claims.wait(KEYS[1], 0.04) is None
+            assert not claims.is_late(KEYS[1])
+            claim = await claims.wait(KEYS[0], 3600)
+            assert isinstance(claim, Claim)
+            assert await claims.wait(KEYS[1], 0.1) is None
+            assert claims.is_late(KEYS[0])
+            assert claims.is_late(KEYS[1])
+            assert await claims.wait(KEYS[0], 3600) is await claims.wait(KEYS[1], 3600) is None
+            claim.end(entry_coming=False)
+            other.end(entry_coming=False)
         assert claims.is_late(KEYS[0])
         put(backed.store, KEYS[0])
         async with looked(claims, "a"):
@@ -241,9 +240,9 @@ async def test_a_store_that_takes_no_claims_is_still_looked_into(
     monkeypatch.setattr(SharedDiskStore, "claim", away)
     async with claiming(url) as claims, looked(claims, "a", "b") as look:
         assert list(look.found or {}) == KEYS[:1]
-        assert not look.claimed
+        assert look.claimed_keys is None
         async with asyncio.timeout(90):
-            assert await MakerClaims(claims).wait(KEYS[1], 3600) is None
+            assert await claims.wait(KEYS[1], 3600) is None
 
 
 async def test_a_cache_can_close_while_it_learns_a_namespace(backed: Backed, url: str) -> None:
@@ -256,22 +255,24 @@ async def test_a_cache_can_close_while_it_learns_a_namespace(backed: Backed, url
                     await asyncio.sleep(0)
 
 
-async def test_a_visit_that_fails_as_its_client_leaves_is_not_worth_a_word(
+async def test_a_claim_that_fails_after_its_request_has_gone_is_not_logged(
     backed: Backed, url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def leaves(cache: EncoderCache) -> None:
-        visiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        with monkeypatch.context() as patched:
-            patched.setattr(AsyncStore, "begin_visit", lambda *_: visiting)
-            asking = asyncio.create_task(cache.run_lookup(Lookup(KEYS)))
-            await asyncio.sleep(0)
-        visiting.set_exception(StoreUnavailable("away"))
-        asking.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asking
+    asked, answers = threading.Event(), threading.Event()
 
-    async with opened_cache(url, cache_settings(lease_s=1)) as cache:
-        await leaves(cache)
+    def away(*_: Any) -> list[bool]:
+        asked.set()
+        answers.wait(30)
+        raise StoreUnavailable("away")
+
+    monkeypatch.setattr(SharedDiskStore, "claim_or_find", away)
+    async with claiming(url) as claims:
+        looking = asyncio.create_task(claims.look_up(KEYS))
+        await until(asked.is_set)
+        looking.cancel()
+        await asyncio.wait([looking])
+        answers.set()
+        await asyncio.sleep(0.05)
         gc.collect()
 
     assert "never retrieved" not in caplog.text
@@ -299,14 +300,13 @@ async def test_one_request_makes_an_entry_that_is_late_and_the_others_wait_for_i
         looked(claims, "a"),
     ):
         make(claims, KEYS[0])
-        makers = [MakerClaims(claims) for _ in range(5)]
-        waits = [asyncio.create_task(maker.wait(KEYS[0], 3600)) for maker in makers]
+        waits = [asyncio.create_task(claims.wait(KEYS[0], 3600)) for _ in range(5)]
         done, others = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         await asyncio.sleep(0.2)
-        assert [task.result() for task in done] == [None]
+        assert [isinstance(task.result(), Claim) for task in done] == [True]
         assert not any(task.done() for task in others)
         put(backed.store, KEYS[0])
-        assert None not in await asyncio.gather(*others)
+        assert all(isinstance(each, EntryInfo) for each in await asyncio.gather(*others))
 
 
 async def test_a_lookup_that_is_given_up_keeps_the_claim_of_another_request(

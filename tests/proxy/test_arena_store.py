@@ -3,7 +3,7 @@
 import asyncio
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeVar
@@ -11,10 +11,11 @@ from typing import TypeVar
 import pytest
 from structlog.testing import capture_logs
 
-from ec_store import Entry, EntryKey, Store, open_store
+from ec_store import Entry, EntryInfo, EntryKey, Store, open_store
+from ec_store.arena.aio_store import AsyncArenaStore
 from ec_store.arena.protocol import AnyRequest, ClaimKeys, Find, Release, Reply
 from ec_store.arena.server import ArenaServer, Session
-from epd.encoder_cache.lookup import Lookup
+from epd.encoder_cache.claims import Claims
 from tests.ec_store.arena.served import Serve, serving
 from tests.encoder_cache.test_claims import (  # noqa: F401
     test_a_cache_can_close_while_it_learns_a_namespace,
@@ -117,9 +118,9 @@ async def test_all_items_of_a_request_are_one_message_for_each_step(
         requests.clear()
 
         assert await items_of(fleet, request(*PICTURES)) == {"hit": 3}
-        await until(lambda: of(Find, requests))
-        [looked_up] = [each.digests for each in of(ClaimKeys, requests)]
+        await until(lambda: len(of(Find, requests)) == 2)
         [leased] = [each.digests for each in of(Find, requests) if each.seconds]
+        [looked_up] = [each.digests for each in of(Find, requests) if not each.seconds]
         assert looked_up == leased == claimed
 
 
@@ -133,12 +134,11 @@ async def test_found_entries_are_leased(backed: Backed, url: str) -> None:
 async def test_a_lookup_needs_no_thread(backed: Backed, url: str) -> None:
     async with opened_cache(url, cache_settings(lease_s=60)) as cache:
         before = set(threading.enumerate())
-        look = Lookup(KEYS, "owner", 10.0)
-        await cache.run_lookup(look)
-        await cache.release(KEYS, "owner")
+        claims = Claims(cache)
+        lookup = await claims.look_up(KEYS)
+        claims.give_back(KEYS)
 
-        assert look.claimed == KEYS
-        assert look.settled
+        assert lookup.claimed_keys == KEYS
         assert set(threading.enumerate()) <= before
 
 
@@ -146,46 +146,54 @@ async def test_a_claim_of_another_proxy_is_not_taken(backed: Backed, url: str) -
     put(backed.store, KEYS[0])
     backed.store.claim(KEYS[1:2], "another", 60)
     async with opened_cache(url, cache_settings(lease_s=60)) as cache:
-        look = Lookup(KEYS, "owner", 10.0)
-        await cache.run_lookup(look)
+        lookup = await Claims(cache).look_up(KEYS)
 
-        assert list(look.found or ()) == KEYS[:1]
-        assert look.claimed == KEYS[2:]
-        assert look.settled
+        assert list(lookup.found or ()) == KEYS[:1]
+        assert lookup.claimed_keys == KEYS[2:]
 
 
 @pytest.mark.fault(113)
 @pytest.mark.parametrize("how", ["late", "cancelled"])
-async def test_a_lookup_without_a_waiter_leaves_no_claim(path: Path, how: str) -> None:
+async def test_a_claim_without_a_waiter_is_released(
+    path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its message may have claimed. The proxy keeps its connection, with all other claims."""
+
+    async def miss(*_: object, **__: object) -> dict[EntryKey, EntryInfo]:
+        return {}  # the lookup was answered before the server hung
+
+    released, release = list[Sequence[EntryKey]](), AsyncArenaStore.release
+
+    async def noted(store: AsyncArenaStore, keys: Sequence[EntryKey], owner: str) -> None:
+        await release(store, keys, owner)
+        released.append(keys)
+
+    monkeypatch.setattr(AsyncArenaStore, "release", noted)
     with Serve(path) as child, open_store(f"shm://{path}?timeout=20s") as store:
         await until(lambda: registered(store))
-        settings = cache_settings(60, budget_s=0.05 if how == "late" else 60)
-        async with opened_cache(f"shm://{path}?timeout=20s", settings) as cache:
-            other = Lookup([EntryKey(NAMESPACE, "held")], "owner", 3600)
-            await cache.run_lookup(other, patient=True)
+        async with opened_cache(f"shm://{path}?timeout=20s", cache_settings(60)) as cache:
+            claims, other = Claims(cache), [EntryKey(NAMESPACE, "held")]
+            assert (await claims.look_up(other, patient=True)).claimed_keys == other
+            monkeypatch.setattr(cache, "find_entries", miss)
             child.signal(signal.SIGSTOP)
-            look = Lookup(KEYS, "owner", 3600)
-            looking = asyncio.create_task(cache.run_lookup(look))
+            looking = asyncio.create_task(claims.look_up(KEYS))
             if how == "late":
-                await looking
-                assert look.found is None
+                assert (await looking).claimed_keys is None
             else:
                 await asyncio.sleep(0.05)
                 looking.cancel()
                 await asyncio.wait([looking])
             child.signal(signal.SIGCONT)
-            await until(lambda: look.claimed)
+            await until(lambda: released == [KEYS])
 
             await until(lambda: all(store.claim(KEYS, "another", 60)))
-            assert store.claim(other.keys, "another", 60) == [False]
+            assert store.claim(other, "another", 60) == [False]
 
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the proxy use a store again soon after failures."""
-    monkeypatch.setattr("ec_store.concurrency.OPEN_S", 0.2)
-    refresh_stores(monkeypatch, 0.2)
+    refresh_stores(monkeypatch, 0.2, skip_s=0.2)
 
 
 async def is_hit(fleet: Fleet, backed: Backed) -> None:

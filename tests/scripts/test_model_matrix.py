@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from epd.tools.bench.answer import Answer, differences, read_answer, read_events
 from epd.tools.up.process import ProcessDied
-from scripts.matrix.answer import Answer, differences, read_answer, read_events
 from scripts.matrix.cases import cases, distinct
 from scripts.matrix.results import CaseResult, Outcome, Result, of_json
 from scripts.matrix.running import summary

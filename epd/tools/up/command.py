@@ -23,6 +23,7 @@ from ec_store.errors import StoreError
 from ec_store.keys import EntryKey
 from ec_store.opening import open_store
 from epd.parser import Commands, Parser, unknown_message
+from epd.tools.models import GENERATED, model_folder, write_model
 from epd.tools.up import host_memory
 from epd.tools.up.model_config import (
     config_path,
@@ -57,6 +58,7 @@ examples:
   epd up --model Qwen/Qwen2.5-VL-3B-Instruct --gpus e=0,pd=1
   epd up --model Qwen/Qwen2.5-VL-7B-Instruct --topology 2e1p1d --gpus e=0:0,p=1,d=2+3
   epd up --model Qwen/Qwen3-0.6B --topology 1p1d --gpus p=0,d=1 --bidirectional-kv
+  epd up --generate tiny --device cpu
   epd up --model M --vllm-flags='--enforce-eager' --dry-run
 """
 DISC = (
@@ -110,6 +112,12 @@ def add_parser(commands: Commands) -> None:
                 help=_help(field).replace("%", "%%"),
             )
     parser.add_argument(
+        "--generate",
+        choices=GENERATED,
+        help="write a model with random weights first, unless the folder --model has one (default: "
+        "a folder in the user's cache)",
+    )
+    parser.add_argument(
         "--dry-run", action="store_true", help="print the command lines and start nothing"
     )
     parser.set_defaults(run=partial(_run, parser))
@@ -129,8 +137,14 @@ def _help(field: FieldInfo) -> str:
     return f"{field.description} ({field.default})" if shown else f"{field.description}"
 
 
-def _run(parser: Parser, *, dry_run: bool, **flags: Any) -> None:
+def _run(parser: Parser, *, generate: str | None, dry_run: bool, **flags: Any) -> None:
     _warn_of_unknown_variables(parser)
+    if generate is not None:
+        flags["model"] = str(flags.get("model") or model_folder(generate))
+        try:
+            write_model(generate, Path(flags["model"]))
+        except subprocess.CalledProcessError:  # it has printed the reason
+            sys.exit(f"epd up: the model {generate} cannot be written to {flags['model']}")
     settings = _settings(parser, flags)
     logs = settings.log_path / time.strftime("%Y%m%d-%H%M%S")
     folder = host_memory.socket_folder(settings.port)

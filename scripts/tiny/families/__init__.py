@@ -10,14 +10,14 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from scripts.tiny.model import TinyModel
+    from epd.tools.models.model import TinyModel
 
 FAMILIES: Mapping[str, str] = MappingProxyType(
     {
-        "tiny-qwen2-vl": "qwen_vl.qwen2_vl",
-        "tiny-qwen2.5-vl": "qwen_vl.qwen2_5_vl",
-        "tiny-qwen3-vl": "qwen_vl.qwen3_vl",
-        "tiny-qwen3.5": "qwen_vl.qwen3_5",
+        "tiny-qwen2-vl": "epd.tools.models.qwen_vl.qwen2_vl",
+        "tiny-qwen2.5-vl": "epd.tools.models.qwen_vl.qwen2_5_vl",
+        "tiny-qwen3-vl": "epd.tools.models.qwen_vl.qwen3_vl",
+        "tiny-qwen3.5": "epd.tools.models.qwen_vl.qwen3_5",
         "tiny-internvl": "internvl.build",
         "tiny-gemma3": "gemma3.build",
         "tiny-gemma4": "gemma4.build",
@@ -42,6 +42,7 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
 
 
 def build(name: str) -> "TinyModel":
-    module, _, function = FAMILIES[name].partition(".")
-    builder: Callable[[], TinyModel] = getattr(import_module(f"{__name__}.{module}"), function)
+    module, _, function = FAMILIES[name].rpartition(".")
+    module = module if "." in module else f"{__name__}.{module}"
+    builder: Callable[[], TinyModel] = getattr(import_module(module), function)
     return builder()

@@ -7,9 +7,9 @@ from transformers import (
     WhisperFeatureExtractor,
 )
 
-from scripts.tiny.model import TinyModel, text_config, vision_config
-from scripts.tiny.vocabulary import Vocabulary
-from scripts.tiny.weights import INNER_MODELS
+from epd.tools.models.model import TinyModel, text_config, vision_config
+from epd.tools.models.vocabulary import Vocabulary
+from epd.tools.models.weights import INNER_MODELS
 
 VOCABULARY = Vocabulary(special=("<sound>",), placeholders={"audio": "<sound>"})
 

@@ -7,9 +7,9 @@ from transformers import (
     Gemma3Processor,
 )
 
-from scripts.tiny.model import TinyModel, text_config, vision_config
-from scripts.tiny.vocabulary import START, Vocabulary
-from scripts.tiny.weights import TOWER_PREFIX
+from epd.tools.models.model import TinyModel, text_config, vision_config
+from epd.tools.models.vocabulary import START, Vocabulary
+from epd.tools.models.weights import TOWER_PREFIX
 
 SIDE, PATCH = 112, 14
 TOKENS = 16

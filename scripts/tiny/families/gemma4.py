@@ -9,8 +9,8 @@ from transformers import (
     Gemma4VideoProcessor,
 )
 
-from scripts.tiny.model import TinyModel, text_config, vision_config
-from scripts.tiny.vocabulary import START, Vocabulary
+from epd.tools.models.model import TinyModel, text_config, vision_config
+from epd.tools.models.vocabulary import START, Vocabulary
 
 TOKENS = 70
 """Tokens of a picture, and of a frame of a video."""

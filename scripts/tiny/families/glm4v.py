@@ -8,8 +8,8 @@ from transformers import (
     Glm4vVideoProcessor,
 )
 
-from scripts.tiny.model import HIDDEN, TinyModel, text_config
-from scripts.tiny.vocabulary import Vocabulary
+from epd.tools.models.model import HIDDEN, TinyModel, text_config
+from epd.tools.models.vocabulary import Vocabulary
 
 PIXELS = {"shortest_edge": 56 * 56, "longest_edge": 512 * 28 * 28}
 VOCABULARY = Vocabulary(

@@ -14,8 +14,8 @@ from transformers import (
     SmolVLMVideoProcessor,
 )
 
-from scripts.tiny.model import TinyModel, text_config, vision_config
-from scripts.tiny.vocabulary import PAD, Vocabulary
+from epd.tools.models.model import TinyModel, text_config, vision_config
+from epd.tools.models.vocabulary import PAD, Vocabulary
 
 SIDE, PATCH = 112, 14
 SEQUENCE = (SIDE // PATCH // 2) ** 2

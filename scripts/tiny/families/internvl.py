@@ -8,8 +8,8 @@ from transformers import (
     InternVLVideoProcessor,
 )
 
-from scripts.tiny.model import TinyModel, text_config, vision_config
-from scripts.tiny.vocabulary import Vocabulary
+from epd.tools.models.model import TinyModel, text_config, vision_config
+from epd.tools.models.vocabulary import Vocabulary
 
 SIDE, PATCH = 112, 14
 SEQUENCE = (SIDE // PATCH // 2) ** 2

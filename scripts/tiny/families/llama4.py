@@ -7,8 +7,8 @@ from transformers import (
     Llama4Processor,
 )
 
-from scripts.tiny.model import TinyModel, text_config, vision_config
-from scripts.tiny.vocabulary import Vocabulary
+from epd.tools.models.model import TinyModel, text_config, vision_config
+from epd.tools.models.vocabulary import Vocabulary
 
 SIDE, PATCH = 128, 16
 VOCABULARY = Vocabulary(

@@ -12,9 +12,9 @@ from transformers import (
     LlavaProcessor,
 )
 
-from scripts.tiny.model import TinyModel, text_config, vision_config
-from scripts.tiny.vocabulary import Vocabulary
-from scripts.tiny.weights import TOWER_PREFIX
+from epd.tools.models.model import TinyModel, text_config, vision_config
+from epd.tools.models.vocabulary import Vocabulary
+from epd.tools.models.weights import TOWER_PREFIX
 
 SIDE, PATCH = 112, 14
 SEQUENCE = (SIDE // PATCH) ** 2

@@ -14,8 +14,8 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from scripts.tiny.model import TinyModel, text_config, vision_config
-from scripts.tiny.vocabulary import Vocabulary
+from epd.tools.models.model import TinyModel, text_config, vision_config
+from epd.tools.models.vocabulary import Vocabulary
 
 SIDE, PATCH = 256, 16
 VOCABULARY = Vocabulary(

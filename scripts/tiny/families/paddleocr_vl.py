@@ -7,9 +7,9 @@ from transformers import (
     PaddleOCRVLProcessor,
 )
 
-from scripts.tiny.families.qwen import ROPE
-from scripts.tiny.model import TinyModel, text_config, vision_config
-from scripts.tiny.vocabulary import PAD, Vocabulary
+from epd.tools.models.model import TinyModel, text_config, vision_config
+from epd.tools.models.qwen import ROPE
+from epd.tools.models.vocabulary import PAD, Vocabulary
 
 VOCABULARY = Vocabulary(
     special=(

