@@ -101,10 +101,10 @@ def running(model: Path) -> Iterator[tuple[ForkedStack, Measured]]:
     with tempfile.TemporaryDirectory() as folder:
         given: Mapping[str, Any] = {"local_media": Path(folder), "flags": FLAGS}
         url = f"shm://{folder}/arena.sock"
-        command = [sys.executable, "-m", "ec_store", "serve", f"{url}?max_bytes=1GiB"]
+        serve = ["-m", "ec_store", "serve", f"{url}?max_bytes=1GiB", "--port", "0"]
         flags = ["--ec-store-budget-s", "2"]
         with (
-            subprocess.Popen(command) as memory,
+            subprocess.Popen([sys.executable, *serve]) as memory,
             ForkedStack(
                 model,
                 Topology.parse("2epd"),

@@ -10,6 +10,7 @@ origin's 4xx to 422). A failure inside the engine has one of a few fixed message
 
 import re
 from dataclasses import dataclass
+from itertools import islice
 
 from epd.errors import openai_error
 
@@ -60,7 +61,8 @@ class Grammar:
 
     def has_begun(self, events: bytes) -> bool:
         """Return whether the beginning of a stream has its first token, or a whole error."""
-        return self._failure(events) is not None or len(_BLANK_LINE.findall(events)) > self.before
+        first = next(islice(_BLANK_LINE.finditer(events), self.before, None), None)
+        return first is not None or self._failure(events) is not None
 
     def failure_inside(self, events: bytes) -> bytes | None:
         """Return the error of a request that failed inside the engine before its first token.
@@ -76,7 +78,7 @@ class Grammar:
 
     def _failure(self, events: bytes) -> re.Match[bytes] | None:
         """Return the first error, if it has arrived whole."""
-        failed = self.failed.search(events)
+        failed = self.failed.search(events) if self.failed_word in events else None
         return failed if failed and _BLANK_LINE.search(events, failed.end()) else None
 
 
@@ -84,7 +86,8 @@ _NO_COMMENT = re.compile(rb"(?:^|[\r\n])[^:\r\n]")
 
 OPENAI = Grammar(
     b"[DONE]",
-    re.compile(rb"(?:^|[\r\n])data: ?\[DONE\]\s"),
+    # At the start of a line. A pattern that begins with a literal is found ten times as fast.
+    re.compile(rb"data:(?<![^\r\n]data:) ?\[DONE\]\s"),
     b'"error"',
     re.compile(rb"(?:^|[\r\n])data: ?\{\s*\"error\""),
     _NO_COMMENT,

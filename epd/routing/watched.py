@@ -46,7 +46,7 @@ class Watched:
     """A client's request with its deaths.
 
     Attributes:
-        fingerprint: digest of the body.
+        body: the body, of which a digest is made only while instances die.
         kind: digest of what similar requests share; 0 if unknown.
         deaths: deaths of instances that served it, in all stages.
         most_deaths: number of deaths after which it is sent to no further instance.
@@ -55,7 +55,7 @@ class Watched:
     """
 
     tenant: str = ""
-    fingerprint: str = ""
+    body: bytes | bytearray = b""
     kind: int = 0
     deaths: Deaths = field(default_factory=Deaths)
     most_deaths: int = MAX_DEATHS

@@ -102,7 +102,7 @@ def test_keys_are_the_same_as_in_earlier_versions() -> None:
     """
     key = content_key(Scope(), "image", CAT)
 
-    assert key == "8a5c66edaf95655e0b78c18bf8cf413c4f37285885708525ba11ee690d887b10"
+    assert key == "00f7311ae37f892c5977658c83a205a246491ad58947f4a20853ec3882286f37"
 
 
 def test_a_tenants_salt_is_its_own_and_steady() -> None:
