@@ -38,6 +38,8 @@ from ec_store.engine.tensors import (
 )
 
 SIZES_MB = (1, 8, 64)
+ARENA_BYTES = 256 * 2**20
+"""Size of an arena: a multiple of huge pages, as that of a server. Small pages are slower."""
 ROOM_BYTES = 256 * 2**20
 """Free bytes that the files of all sizes need: /dev/shm of a container has 64 MB by default."""
 
@@ -139,15 +141,16 @@ def _open(url: str | None, running: ExitStack) -> tuple[Kept, str]:
 
 def _arena_ways(tensor: torch.Tensor) -> dict[str, Callable[[], object]]:
     """Return the copies of a tensor to the memory of a host, and from it."""
-    memory = create_memory(tensor.nbytes)
-    mapped = map_memory(memory.fd, tensor.nbytes, write=True)
+    memory = create_memory(ARENA_BYTES)
+    mapped = map_memory(memory.fd, ARENA_BYTES, write=True)
     os.close(memory.fd)
     if not register(mapped):
         print("the driver refuses to register the memory of an arena")
-    part, stream = torch.from_numpy(mapped), new_stream(tensor.device)
+    entry = mapped[: tensor.nbytes]
+    part, stream = torch.from_numpy(entry), new_stream(tensor.device)
     return {
         "device to arena": lambda: Output(tensor).copy_to([part], stream),
-        "arena to device": lambda: to_device([as_tensor(mapped.data)], "BF16", tensor.shape),
+        "arena to device": lambda: to_device([as_tensor(entry.data)], "BF16", tensor.shape),
     }
 
 

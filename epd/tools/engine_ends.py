@@ -1,4 +1,6 @@
-"""Causes of an engine's end that its log names in other words. No I/O."""
+"""Causes of an engine's end, from its log. No I/O."""
+
+import re
 
 MEMORY_CAUSES = {
     "No available memory for the cache blocks": (
@@ -16,6 +18,26 @@ MEMORY_CAUSES = {
 `Worker.determine_available_memory`, `vllm/v1/worker/gpu_worker.py`)."""
 
 
+FATAL = re.compile(r"EngineCore (encountered a fatal error|failed to start)\.$")
+"""End of the line before the traceback of what ended an engine (`run_engine_core`,
+`vllm/v1/engine/core.py`)."""
+
+TRACEBACK = re.compile(r"\(EngineCore\b[^)]*\) ERROR [^\[]*\[[^\]]*\] (.*)")
+
+
 def end_cause(log: str) -> str | None:
-    """Return what ended an engine, and what to change; None: its log has no known words."""
-    return next((cause for words, cause in MEMORY_CAUSES.items() if words in log), None)
+    """Return what ended an engine, and what to change if that is known; None: its log has neither.
+
+    A server that loses its engine logs much more before it ends, with exit code 0.
+    """
+    known = next((cause for words, cause in MEMORY_CAUSES.items() if words in log), None)
+    lines = iter(log.splitlines())
+    if known is not None or not any(FATAL.search(line) for line in lines):
+        return known
+    raised = None
+    for text in (match[1] for line in lines if (match := TRACEBACK.match(line))):
+        if text.startswith("Traceback "):
+            raised = None
+        elif raised is None and not text.startswith(" "):
+            raised = text
+    return None if raised is None else f"its engine failed: {raised}"

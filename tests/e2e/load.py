@@ -86,6 +86,15 @@ class Load:
         before = len(self.seen)
         until(lambda: len(self.seen) >= before + count)
 
+    def recovers(self) -> None:
+        """Wait until the last requests had the right answer, while no server has ended."""
+
+        def right() -> bool:
+            self.stack.stack.check_alive()
+            return self.seen[-2 * CLIENTS :] == ["right"] * 2 * CLIENTS
+
+        until(right)
+
 
 def until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + WAIT_S

@@ -37,7 +37,7 @@ def test_every_answer_is_right_while_the_memorys_server_ends_and_hangs(stack: Se
             stack.memory.signal(signal.SIGCONT)
         before = metric(stack.consumers[0], HITS)
         until(lambda: metric(stack.consumers[0], HITS) > before)
-        until(lambda: load.seen[-2 * CLIENTS :] == ["right"] * 2 * CLIENTS)
+        load.recovers()
 
     assert Counter(load.seen) == {"right": len(load.seen)}
     stack.stack.check_alive()
@@ -58,7 +58,7 @@ def test_memory_of_killed_engines_is_free_and_the_others_answer(stack: Served) -
                 load.ends(CLIENTS)
             finally:  # other tests use the stack too
                 stack.stack.restart(engine)
-            until(lambda: load.seen[-2 * CLIENTS :] == ["right"] * 2 * CLIENTS)
+            load.recovers()
 
     assert set(load.seen) <= {"right", "error 502", "error 503", "broken off"}
     path = Path(urlsplit(stack.stack.store).path)
@@ -86,7 +86,7 @@ def test_memory_of_a_killed_rank_is_free_and_its_engine_answers_again(stack: Ser
         finally:  # other tests use the stack too
             stack.stack.kill(consumer)
             stack.stack.restart(consumer)
-        until(lambda: load.seen[-2 * CLIENTS :] == ["right"] * 2 * CLIENTS)
+        load.recovers()
 
     assert set(load.seen) <= {"right", "error 502", "error 503", "broken off"}
     path = Path(urlsplit(stack.stack.store).path)

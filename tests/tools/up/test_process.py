@@ -96,6 +96,31 @@ def test_a_neighbour_on_the_device_is_named_as_the_cause_of_an_end(
     assert "one after another" in str(died.value)
 
 
+def test_the_exception_of_an_engine_is_named_although_its_server_logs_more(tmp_path: Path) -> None:
+    prefix = "(EngineCore pid=7) ERROR 11-28 02:37:33 [core.py:1512]"
+    texts = [
+        "EngineCore encountered a fatal error.",
+        "Traceback (most recent call last):",
+        "  File core.py",
+        "KeyError: 1",
+        "",
+        "The above exception was the direct cause of the following exception:",
+        "",
+        "Traceback (most recent call last):",
+        "  File core.py",
+        "AssertionError: no such request",
+        "of two lines",
+    ]
+    lines = [*(f"{prefix} {text}" for text in texts), *["(APIServer pid=6) INFO shutdown"] * 60]
+    process = start(tmp_path, f"print({chr(10).join(lines)!r})")
+    process.join(time.monotonic() + 60)
+    with pytest.raises(ProcessDied) as died:
+        process.check_alive()
+    process.kill()
+
+    assert str(died.value).endswith("server: its engine failed: AssertionError: no such request.")
+
+
 def test_probes_do_not_push_the_last_words_of_a_server_out(tmp_path: Path) -> None:
     process = start(tmp_path, "import time; time.sleep(60)")
     access = '(APIServer pid=7) INFO:     127.0.0.1:39174 - "{} HTTP/1.1" {}\n'
