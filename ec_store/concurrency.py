@@ -131,7 +131,7 @@ class DaemonPool:
 
 @dataclass(eq=False)
 class Breaker:
-    """Circuit breaker that opens after `FAILURES` consecutive failures and closes after `OPEN_S`.
+    """Circuit breaker that opens after `FAILURES` consecutive failures and closes after `open_s`.
 
     The first result after that decides: a single failure opens it again. Each time it opens, `warn`
     gets a message about `name`. `clock` is monotonic, in seconds.
@@ -141,6 +141,7 @@ class Breaker:
     _: KW_ONLY
     clock: Callable[[], float] = time.monotonic
     warn: Callable[[str], object] = logger.warning
+    open_s: float = OPEN_S
     _failures: int = field(default=0, init=False)
     _until_s: float = field(default=0.0, init=False)
 
@@ -155,5 +156,5 @@ class Breaker:
     def record_failure(self, reason: object) -> None:
         self._failures += 1
         if self._failures >= FAILURES and not self.open:
-            self._until_s = self.clock() + OPEN_S
-            self.warn(f"{self.name} keeps failing, skipping it for {OPEN_S:g} s: {reason}")
+            self._until_s = self.clock() + self.open_s
+            self.warn(f"{self.name} keeps failing, skipping it for {self.open_s:g} s: {reason}")

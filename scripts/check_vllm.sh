@@ -5,8 +5,9 @@
 #   scripts/check_vllm.sh 0.33.0           # unpack, and test
 #   scripts/check_vllm.sh --unpack 0.33.0  # only unpack; tests/vllm_sources reads every unpacked version
 #
-# tests/vllm_sources reads the sources. If .venv has vLLM's CPU build, tests/ec_store/vllm_connector imports them too, with the
-# compiled kernels of that build: the Python code is that of VERSION, the kernels are not.
+# tests/vllm_sources reads the sources. If .venv has vLLM's CPU build, tests/ec_store/vllm_connector and
+# tests/vllm_wire import them too, with the compiled kernels of that build: the Python code is that of
+# VERSION, the kernels are not.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -52,4 +53,5 @@ if [ -z "$kernels" ]; then
     EPD_VLLM_SOURCES=$to exec .venv/bin/python -m pytest tests/vllm_sources
 fi
 ln -sfn "$kernels"/*.so "$to/vllm/"
-PYTHONPATH=$PWD/$to exec .venv/bin/python -m pytest tests/vllm_sources tests/ec_store/vllm_connector
+PYTHONPATH=$PWD/$to exec .venv/bin/python -m pytest tests/vllm_sources tests/vllm_wire \
+    tests/ec_store/vllm_connector

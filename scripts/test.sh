@@ -13,7 +13,8 @@ export PYTHONDONTWRITEBYTECODE=
 if [ "${1-}" = --quick ]; then
     # Each of the processes would import these, of which no test is quick or none runs without a GPU.
     exec .venv/bin/python -m pytest -m "not full" --hypothesis-profile quick -n 4 --ignore tests/e2e \
-        --ignore tests/gpu --ignore tests/ui/test_page.py --ignore tests/ec_store/vllm_connector "${@:2}"
+        --ignore tests/gpu --ignore tests/ui/test_page.py --ignore tests/ec_store/vllm_connector \
+        --ignore tests/vllm_wire "${@:2}"
 fi
 ./scripts/fetch_multi_turn.sh ||
     echo "vLLM's source could not be fetched and unpacked, which a test in tests/e2e/test_conversations.py needs"

@@ -25,6 +25,7 @@ NOT_QUICK = frozenset({"stack", "browser", "models", "redis_cluster", "start_clu
 
 TOGETHER = (
     "tests/ec_store/vllm_connector/",
+    "tests/vllm_wire/",
     "tests/deploy/test_engines.py",
     "tests/tools/up/test_vllm_flags.py",
 )

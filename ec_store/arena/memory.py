@@ -102,6 +102,7 @@ def create_memory(
     segment_bytes: int = SEGMENT_BYTES,
     *,
     stopped: Callable[[], bool] = lambda: False,
+    step_bytes: int = STEP_BYTES,
 ) -> ArenaMemory:
     """Create and seal a memory with all of its pages.
 
@@ -109,6 +110,7 @@ def create_memory(
         size_bytes: its size.
         segment_bytes: as in `ArenaMemory`.
         stopped: whether to give up; it is called before each step.
+        step_bytes: as `STEP_BYTES`.
 
     Raises:
         OSError: the machine, or a control group of this process, has not that much memory left.
@@ -119,15 +121,15 @@ def create_memory(
         # Reserved pages are no part of the memory that the machine has left.
         with suppress(OSError):  # none are reserved, or too few
             huge = flags | os.MFD_HUGETLB | _MFD_HUGE_2MB
-            fd, _ = _allocate(size_bytes, huge, stopped, reserved=True)
+            fd, _ = _allocate(size_bytes, huge, stopped, step_bytes, reserved=True)
             return ArenaMemory(fd, size_bytes, segment_bytes, "reserved huge pages of 2 MiB")
-    fd, huge_bytes = _allocate(size_bytes, flags, stopped, reserved=False)
+    fd, huge_bytes = _allocate(size_bytes, flags, stopped, step_bytes, reserved=False)
     pages = "huge pages of 2 MiB" if huge_bytes > size_bytes // 2 else "pages of 4 KiB"
     return ArenaMemory(fd, size_bytes, segment_bytes, pages)
 
 
 def _allocate(
-    size_bytes: int, flags: int, stopped: Callable[[], bool], *, reserved: bool
+    size_bytes: int, flags: int, stopped: Callable[[], bool], step_bytes: int, *, reserved: bool
 ) -> tuple[int, int]:
     """Return the descriptor of a memory, and the bytes of its huge pages that are not reserved."""
     if not reserved:
@@ -138,10 +140,10 @@ def _allocate(
         os.ftruncate(fd, size_bytes)
         mapped = None if reserved else _map(fd, size_bytes, write=True)
         huge_bytes, huge_s, soon = 0, 0.0, True
-        for offset in range(0, size_bytes, STEP_BYTES):
+        for offset in range(0, size_bytes, step_bytes):
             if stopped():
                 raise InterruptedError(errno.EINTR, "it was stopped")
-            step = min(STEP_BYTES, size_bytes - offset)
+            step = min(step_bytes, size_bytes - offset)
             if mapped is not None:
                 check_room(step)
                 if soon:

@@ -42,7 +42,7 @@ from ec_store.arena.protocol import (
     encode,
     read_request,
 )
-from ec_store.arena.tier import Tier, TierTransfers
+from ec_store.arena.tier import Tier, TierLimits, TierTransfers
 
 logger = logging.getLogger("vllm.ec_store")
 
@@ -122,7 +122,12 @@ class ArenaServer:
         self._listening: asyncio.AbstractServer | None = None
         self._expiry: asyncio.TimerHandle | None = None
 
-    async def start(self, listener: socket.socket, tier: Tier | None = None) -> None:
+    async def start(
+        self,
+        listener: socket.socket,
+        tier: Tier | None = None,
+        tier_limits: TierLimits | None = None,
+    ) -> None:
         """Accept connections of a socket from `bind`. The server closes it, and the tier."""
         loop = asyncio.get_running_loop()
         self._listening = await loop.create_unix_server(
@@ -132,7 +137,8 @@ class ArenaServer:
         self._checksums.start()
         if tier is not None:
             memory = map_memory(self._memory.fd, self._memory.size_bytes, write=True)
-            self._tier = TierTransfers(tier, self.arena, memory, self.clock)
+            limits = tier_limits or TierLimits()
+            self._tier = TierTransfers(tier, self.arena, memory, self.clock, limits)
             self._tier.start()
 
     async def close(self) -> None:

@@ -11,6 +11,7 @@ could read the old one. Leases and claims hold on their host too.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -21,7 +22,7 @@ from ec_store.arena.memory import Bytes, copy_in, copy_out, parts_of
 from ec_store.arena.protocol import TierStats
 from ec_store.bounded import BoundedDict
 from ec_store.buffers import Buffers
-from ec_store.concurrency import Breaker, DaemonPool
+from ec_store.concurrency import OPEN_S, Breaker, DaemonPool
 from ec_store.entry import Entry, EntryInfo, checksum
 from ec_store.errors import (
     CorruptEntry,
@@ -68,6 +69,21 @@ MAX_FAILED = 4096
 T = TypeVar("T")
 
 
+@dataclass(slots=True)
+class TierLimits:
+    """Bounds of the transfers to and from a tier, as the constants of their names say.
+
+    `skip_s` is the time in seconds for which a failing tier is skipped.
+    """
+
+    lookup_s: float = LOOKUP_S
+    max_keys: int = MAX_KEYS
+    queue_bytes: int = QUEUE_BYTES
+    queue_entries: int = QUEUE_ENTRIES
+    queued_s: float = QUEUED_S
+    skip_s: float = OPEN_S
+
+
 class Tier(Protocol):
     """Store behind an arena. Each method is called on threads, and has a deadline of its own.
 
@@ -109,6 +125,7 @@ class TierTransfers:
         arena: Arena,
         memory: Bytes,
         clock: Callable[[], float],
+        limits: TierLimits,
     ) -> None:
         """Create the transfers; `start` begins to send.
 
@@ -117,18 +134,20 @@ class TierTransfers:
             arena: the arena.
             memory: its memory, mapped to write.
             clock: monotonic clock in seconds, that of the arena.
+            limits: bounds of what is transferred.
         """
         self.stats = arena.tier = TierStats()
         self._tier = tier
         self._arena = arena
         self._memory = memory
         self._clock = clock
+        self._limits = limits
         self._lookups = DaemonPool(LOOKUP_THREADS, "ec-tier-lookup")
         self._fetches = DaemonPool(FETCH_THREADS, "ec-tier-fetch")
         self._changes = DaemonPool(1, "ec-tier-send")  # in order: a delete after its write
-        self._finding = Breaker("looking up in the tier of the arena")
-        self._reading = Breaker("reading from the tier of the arena")
-        self._writing = Breaker("writing to the tier of the arena")
+        self._finding = Breaker("looking up in the tier of the arena", open_s=limits.skip_s)
+        self._reading = Breaker("reading from the tier of the arena", open_s=limits.skip_s)
+        self._writing = Breaker("writing to the tier of the arena", open_s=limits.skip_s)
         self._buffers = Buffers()
         self._running_lookups = 0
         self._fetch_bytes = 0
@@ -169,17 +188,18 @@ class TierTransfers:
         if failing or self._running_lookups >= MAX_LOOKUPS:
             self.stats.skipped += len(missing)
             return None
-        self.stats.skipped += len(missing[MAX_KEYS:])
+        most = self._limits.max_keys
+        self.stats.skipped += len(missing[most:])
         self._running_lookups += 1
-        return self._run(self._look_up(missing[:MAX_KEYS]))
+        return self._run(self._look_up(missing[:most]))
 
     def offer(self, slot: Slot) -> None:
         """Queue a committed entry to be sent, unless it replaces another one."""
-        stats, size_bytes = self.stats, slot.size_bytes
+        stats, limits, size_bytes = self.stats, self._limits, slot.size_bytes
         if slot.replaces:
             return
-        full = stats.queued >= QUEUE_ENTRIES
-        full |= stats.queued > 0 and stats.queued_bytes + size_bytes > QUEUE_BYTES
+        full = stats.queued >= limits.queue_entries
+        full |= stats.queued > 0 and stats.queued_bytes + size_bytes > limits.queue_bytes
         if full or self._writing.open:
             stats.drops += 1
             return
@@ -191,7 +211,7 @@ class TierTransfers:
         """Queue entries to be deleted, and abandon their fetches. They are misses from now on."""
         for digest in digests:
             self._arena.coming.pop(digest, None)
-        if len(self._removed) + len(digests) > QUEUE_ENTRIES:
+        if len(self._removed) + len(digests) > self._limits.queue_entries:
             self.stats.drops += len(digests)
             return
         self._removed.update(digests)
@@ -222,10 +242,11 @@ class TierTransfers:
     async def _look_up(self, digests: Sequence[bytes]) -> None:
         names = [digest.hex() for digest in digests]
         try:
-            async with asyncio.timeout(LOOKUP_S):
+            async with asyncio.timeout(self._limits.lookup_s):
                 infos = await _on(self._lookups, lambda: self._tier.find(names))
         except TimeoutError:
-            self._fail(self._finding, f"a look-up has not ended within {LOOKUP_S:g} s")
+            text = f"a look-up has not ended within {self._limits.lookup_s:g} s"
+            self._fail(self._finding, text)
             return
         except StoreError as error:
             self._fail(self._finding, error)
@@ -244,7 +265,7 @@ class TierTransfers:
     def _begin_fetch(self, digest: bytes, info: EntryInfo) -> None:
         """Take room for an entry and fetch it, unless it is there or on its way."""
         size_bytes = info.payload_bytes
-        if self._fetch_bytes > 0 and self._fetch_bytes + size_bytes > QUEUE_BYTES:
+        if self._fetch_bytes > 0 and self._fetch_bytes + size_bytes > self._limits.queue_bytes:
             self.stats.drops += 1
             return
         slot = Slot(digest, encode_name(info.key.namespace), size_bytes)
@@ -315,7 +336,7 @@ class TierTransfers:
         self.stats.queued -= 1
         self.stats.queued_bytes -= size_bytes
         pin = None
-        if now_s - since_s <= QUEUED_S and not self._writing.open:
+        if now_s - since_s <= self._limits.queued_s and not self._writing.open:
             [pin] = index.pin(own, [digest], now_s)
         if pin is None:  # too late, or it was evicted
             self.stats.drops += 1

@@ -32,16 +32,19 @@ settings may have changed."""
 class DiskOpening:
     """Directory that is opened at its first use, and again from time to time."""
 
-    def __init__(self, config: DiskConfig, keeper: Housekeeping, *, create: bool) -> None:
+    def __init__(
+        self, config: DiskConfig, keeper: Housekeeping, *, create: bool, look_every_s: float
+    ) -> None:
         """Create the object without opening the directory.
 
         `keeper` gets the settings. `create` allows this store to create a missing directory, and to
-        test a write in `probe`.
+        test a write in `probe`. `look_every_s` is as `LOOK_EVERY_S`.
         """
         self._defaults = keeper.settings = replace(StoreSettings(), **config.overrides)
         self._config = config
         self._keeper = keeper
         self._create = create
+        self._look_every_s = look_every_s
         self._opened: Tree | None = None
         self._looked_s = 0.0
         self._ignored: list[str] = []
@@ -59,7 +62,7 @@ class DiskOpening:
         if self._closed:
             raise StoreUnavailable("the store is closed")
         tree, now = self._opened, time.monotonic()
-        if tree is None or now - self._looked_s > LOOK_EVERY_S:
+        if tree is None or now - self._looked_s > self._look_every_s:
             self._looked_s = now
             self._opened = None  # if opening fails, the next use retries it
             tree = self._opened = self._open(create=create and self._create)

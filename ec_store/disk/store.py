@@ -23,7 +23,7 @@ from ec_store.disk.leases import add_lease, count_leased, lease_folder, leased_d
 from ec_store.disk.ledger import Usage
 from ec_store.disk.listing import list_entries, valid_registrations
 from ec_store.disk.lock import try_lock, unlock
-from ec_store.disk.opening import DiskOpening
+from ec_store.disk.opening import LOOK_EVERY_S, DiskOpening
 from ec_store.disk.tree import Tree
 from ec_store.entry import MAX_HEADER_BYTES, Entry, EntryInfo
 from ec_store.errors import (
@@ -54,13 +54,18 @@ NO_UNNAMED = (
 class SharedDiskStore(Store):
     """Store of entries as files, each named by the digest of its key."""
 
-    def __init__(self, config: DiskConfig, *, create: bool = True) -> None:
-        """Create the store; its first use opens the directory. `create` is as in `DiskOpening`."""
+    def __init__(
+        self, config: DiskConfig, *, create: bool = True, look_every_s: float = LOOK_EVERY_S
+    ) -> None:
+        """Create the store, which opens its directory at its first use.
+
+        `create` and `look_every_s` are as in `DiskOpening`.
+        """
         self._config = config
         self._create = create
         self.counts = Counts()
         self._keeper = Housekeeping(self.counts, restores=create)
-        self._opening = DiskOpening(config, self._keeper, create=create)
+        self._opening = DiskOpening(config, self._keeper, create=create, look_every_s=look_every_s)
         self._files = EntryFiles()
 
     @classmethod

@@ -49,7 +49,7 @@ class Beginning:
 
     Attributes:
         write_id: random bytes of its write.
-        blob: the first `WINDOW_BYTES` of it, or the header if that is longer.
+        blob: the first window of it, or the header if that is longer.
         left_ms: remaining time to live in milliseconds.
     """
 
@@ -61,10 +61,17 @@ class Beginning:
 class RedisEntries:
     """Entries of one store. Every method may raise StoreUnavailable."""
 
-    def __init__(self, client: RedisClient, names: RedisNames, ttl_ms: int) -> None:
+    def __init__(
+        self,
+        client: RedisClient,
+        names: RedisNames,
+        ttl_ms: int,
+        window_bytes: int = WINDOW_BYTES,
+    ) -> None:
         self._client = client
         self._names = names
         self._ttl_ms = ttl_ms
+        self._window_bytes = window_bytes
         self._buffers = Buffers()
 
     def write(
@@ -155,7 +162,7 @@ class RedisEntries:
         write_id, first, left_ms = self._client.run(
             [
                 self._id(digest),
-                self._range(digest, 0, WINDOW_BYTES),
+                self._range(digest, 0, self._window_bytes),
                 ("PTTL", self._names.entry(digest)),
             ]
         )
@@ -171,7 +178,7 @@ class RedisEntries:
                 meanwhile.
         """
         first = beginning.blob
-        if len(first) < WINDOW_BYTES:
+        if len(first) < self._window_bytes:
             return decode(key, memoryview(first))
         info = info_of(key.digest, first)
         payload = self._buffers.take_buffer(info.payload_bytes)
@@ -183,8 +190,9 @@ class RedisEntries:
         return Entry(payload.toreadonly(), info.dtype, info.shape, info.modality, info.metadata)
 
     def _fill(self, room: memoryview, digest: str, offset: int) -> None:
-        starts = range(0, len(room), WINDOW_BYTES)
-        rooms = [room[start : start + WINDOW_BYTES] for start in starts]
+        size = self._window_bytes
+        starts = range(0, len(room), size)
+        rooms = [room[start : start + size] for start in starts]
         commands: list[Command] = [
             self._range(digest, offset + start, len(piece))
             for start, piece in zip(starts, rooms, strict=True)

@@ -20,7 +20,13 @@ from ec_store.errors import CorruptEntry, EntryTooLarge, OtherFormat, StoreUnava
 from ec_store.keys import EntryKey, owner_bytes
 from ec_store.redis.client import OutOfMemory, RedisClient, Refused
 from ec_store.redis.connection import Command, Reply
-from ec_store.redis.entries import Beginning, RedisEntries, info_of, info_or_none
+from ec_store.redis.entries import (
+    WINDOW_BYTES,
+    Beginning,
+    RedisEntries,
+    info_of,
+    info_or_none,
+)
 from ec_store.redis.names import RedisNames
 from ec_store.redis.url import RedisOptions, redis_options
 from ec_store.redis.write_permits import WritePermits
@@ -40,11 +46,13 @@ class RedisStore(Store):
     protect a key. So a leased entry may be gone, and callers must treat that as a miss.
     """
 
-    def __init__(self, options: RedisOptions) -> None:
+    def __init__(self, options: RedisOptions, *, window_bytes: int = WINDOW_BYTES) -> None:
+        """Create the store; a read of a large entry is cut into windows of `window_bytes`."""
         self._options = options
         self._names = RedisNames(options.prefix)
         self._client = RedisClient(options)
-        self._entries = RedisEntries(self._client, self._names, int(options.ttl_s * 1000))
+        ttl_ms = int(options.ttl_s * 1000)
+        self._entries = RedisEntries(self._client, self._names, ttl_ms, window_bytes)
         self._permits = WritePermits(self._client, options.prefix, options.timeout_s)
         self._writes_off_until = 0.0
         self.counts = Counts()

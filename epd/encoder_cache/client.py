@@ -15,7 +15,7 @@ import structlog
 
 from ec_store.aio import AsyncStore
 from ec_store.bounded import BoundedDict
-from ec_store.concurrency import Breaker
+from ec_store.concurrency import OPEN_S, Breaker
 from ec_store.entry import EntryInfo
 from ec_store.errors import StoreError, StoreMissing
 from ec_store.keys import EntryKey
@@ -87,8 +87,12 @@ class EncoderCache:
         background: Background,
         *,
         refresh_s: float = REFRESH_S,
+        skip_s: float = OPEN_S,
     ) -> None:
-        """Create the client without opening the store. `open_store` opens an existing one."""
+        """Create the client without opening the store. `open_store` opens an existing one.
+
+        A failing store is skipped for `skip_s` seconds.
+        """
         self._background = background
         self.operations: Counter[tuple[Operation, Result]] = Counter()
         self.found_bytes = 0
@@ -98,8 +102,8 @@ class EncoderCache:
         self._store: ProxyStore | None = None
         self._problem: str | None = None
         self._refresh_s = refresh_s
-        self._reading = Breaker("reading from the encoder store", warn=_warn)
-        self._writing = Breaker("writing to the encoder store", warn=_warn)
+        self._reading = Breaker("reading from the encoder store", warn=_warn, open_s=skip_s)
+        self._writing = Breaker("writing to the encoder store", warn=_warn, open_s=skip_s)
         self._namespaces: Mapping[str, str] = {}
         self._learned: BoundedDict[str, str] = BoundedDict(MAX_LEARNED)
         self._ready = asyncio.Event()

@@ -2,15 +2,14 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 import pytest
 
-from epd import redis_urls
 from epd.config import ProxyConfig
 from epd.conversations.conversations import Conversations
-from epd.conversations.stores import ConversationsInMemory, ConversationsInRedis, StoreAway
+from epd.conversations.stores import ConversationsInMemory, ConversationsInRedis
 from epd.conversations.turn import Turn
 from epd.discovery import stores as registrations
 from tests.support.fleet import until
@@ -64,10 +63,7 @@ async def test_turns_end_while_it_still_hangs_and_leave_nothing(hung: RedisServe
 async def test_a_cancelled_connect_ends_at_every_step(
     hung: RedisServer,
     asking: Callable[[str], Asking],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(redis_urls, "CONNECT_S", 60.0)  # only the cancellation may end the call
-    monkeypatch.setattr(registrations, "TIMEOUT_S", 60.0)
     for steps in range(STEPS):
         async with asking(hung.url()) as ask:
             asked = asyncio.ensure_future(ask())
@@ -96,18 +92,10 @@ async def test_a_turn_loses_only_its_prefix_if_the_store_loses_entries() -> None
     assert conversations.results == {"unknown": 1}
 
 
-async def test_by_tls_it_is_left_without_a_goodbye(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(redis_urls, "CONNECT_S", 0.2)
+async def test_by_tls_it_is_left_without_a_goodbye(tmp_path: Path) -> None:
     with RedisServer(tmp_path / "redis", tls=Certificates.make(tmp_path)) as server:
         assert server.tls is not None
         store = ConversationsInRedis(server.url(f"ssl_ca_certs={server.tls.ca}", "rediss"))
-        for _ in range(50):  # on a busy machine a connect may exceed CONNECT_S
-            with suppress(StoreAway):
-                await store.put("key", b"entry", 60)
-                break
-        else:
-            pytest.fail("Redis accepted no connection")
+        await store.put("key", b"entry", 60)
         with server.paused():
             await store.close()

@@ -10,9 +10,6 @@ from hypothesis import strategies as st
 from epd.conversations.prompts import ALIKE, NEUTRAL, prompt_of
 from epd.conversations.turn import CHUNK, Fingerprint, ReplyCapture
 from epd.encoder_cache.identity import conversation_key
-from epd.routing.balance import Choice
-from epd.routing.instances import Instance, Role
-from epd.routing.table import InstanceTable
 from epd.tenants import ANONYMOUS, Scope, Tenant
 from epd.transfer.nixl import kept_params, shorten_params
 
@@ -267,18 +264,3 @@ def test_the_key_of_a_conversation_is_a_tenants_own_of_a_model_and_a_salt() -> N
 
     assert len(keys) == 24
     assert all(len(key) == 64 for key in keys)
-
-
-def test_the_preferred_instance_is_chosen_unless_it_is_overloaded() -> None:
-    instances = [Instance(Role.DECODE, f"http://d:{port}") for port in range(3)]
-    table = InstanceTable(instances)
-    choice = Choice(table, Role.DECODE)
-    chosen = []
-    for _ in range(4):
-        chosen.append(choice.best_instance(prefer=instances[1].url))
-        table.track_request(chosen[-1]).__enter__()
-
-    assert chosen[:3] == [instances[1]] * 3
-    assert chosen[3] != instances[1]
-    assert choice.best_instance(prefer="http://gone:1") in instances
-    assert choice.best_instance(tried=[instances[1]], prefer=instances[1].url) != instances[1]

@@ -111,10 +111,10 @@ def assert_same(expected: Entry, actual: Entry | None) -> None:
 
 
 @contextmanager
-def another_release() -> Iterator[None]:
+def another_release(format_name: str = "ec_store/2") -> Iterator[None]:
     """Write entries in another format. The headers that are parsed meanwhile are not remembered."""
     with pytest.MonkeyPatch.context() as later:
-        later.setattr(ec_store.entry, "FORMAT", "ec_store/2")
+        later.setattr(ec_store.entry, "FORMAT", format_name)
         later.setattr(ec_store.entry, "_known", ec_store.entry._parsed)  # noqa: SLF001
         yield
 

@@ -13,23 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
 from ec_store import EntryKey, StoreUnavailable, open_store, service
-from ec_store import entry as entry_module
-from ec_store.__main__ import main
-from ec_store.aio import CLOSE_S, AsyncStore
-from ec_store.concurrency import DaemonPool
-from ec_store.disk import opening as disk_opening
+from ec_store.aio import AsyncStore
 from ec_store.disk.store import SharedDiskStore
-from ec_store.errors import StoreMissing
-from ec_store.opening import open_async_store
 from ec_store.service import create_app
 from tests.deploy.expressions import asked, queries
 from tests.deploy.tools import DASHBOARD, rules
 from tests.ec_store.arena.served import serving
-from tests.ec_store.entries import entry, unchecked
+from tests.ec_store.entries import entry
 from tests.paths import ROOT
 
 KEY = EntryKey("ns", "k")
@@ -38,79 +31,6 @@ KEY = EntryKey("ns", "k")
 @pytest.fixture
 def url(tmp_path: Path) -> str:
     return f"file://{tmp_path}/store?max_bytes=1MiB"
-
-
-async def test_async_store_has_the_calls_of_the_store(url: str) -> None:
-    async with await open_async_store(url) as store:
-        assert await store.put(KEY, entry())
-        assert not await store.put(KEY, entry())
-        assert await store.get(KEY) == entry()
-        [info], [leased] = await store.lookup([KEY]), await store.lease([KEY], 10)
-        assert info == leased
-        assert info is not None
-        assert info.shape == (3, 4)
-        assert await store.claim([KEY], "a", 10) == [True]
-        assert await store.claim([KEY], "b", 10) == [False]
-        await store.release([KEY], "a")
-        assert await store.claim([KEY], "b", 10) == [True]
-        await store.register_namespace("m", "ns")
-        assert await store.namespaces() == {"m": "ns"}
-        assert (await store.stats()).puts == 1
-        assert await store.delete([KEY]) == 1
-
-
-async def test_a_store_is_closed_while_every_thread_hangs(url: str) -> None:
-    store, pool, go = open_store(url), DaemonPool(1, "test"), threading.Event()
-    hanging = pool.submit(go.wait)
-    try:
-        await asyncio.wait_for(AsyncStore(store, pool).close(), CLOSE_S / 2)
-        with pytest.raises(StoreUnavailable, match="closed"):
-            store.get(KEY)
-    finally:
-        go.set()
-        hanging.result(60)
-
-
-async def test_a_missing_store_without_create_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(disk_opening, "LOOK_EVERY_S", 0.0)
-    root = tmp_path / "store"
-    with pytest.raises(StoreMissing, match=f"there is no store in {root}"):
-        await open_async_store(root.as_uri(), create=False)
-    assert not root.exists()
-
-    with open_store(root.as_uri()):
-        pass
-    async with await open_async_store(root.as_uri(), create=False) as store:
-        shutil.rmtree(root)
-        with pytest.raises(StoreMissing, match=f"there is no store in {root}"):
-            await store.claim([KEY], "a", 10)
-        assert await store.lookup([KEY]) == [None]
-        assert not root.exists()
-
-        with open_store(root.as_uri()) as made:
-            made.put(KEY, entry())
-        assert await store.get(KEY) == entry()
-
-
-async def test_calls_leave_the_event_loop_free(url: str) -> None:
-    async with await open_async_store(url) as store:
-        large = entry(shape=(1000, 200))
-        ticks = 0
-
-        async def tick() -> None:
-            nonlocal ticks
-            while True:
-                ticks += 1
-                await asyncio.sleep(0)
-
-        task = asyncio.create_task(tick())
-        for number in range(3):
-            await store.put(EntryKey("ns", str(number)), large)
-        task.cancel()
-
-        assert ticks > 3
 
 
 @pytest.fixture
@@ -251,30 +171,6 @@ async def test_health_fails_while_maintenance_fails_or_hangs(
     assert (await until_health(client, 200))["status"] == "healthy"
 
 
-@pytest.mark.parametrize(
-    ("host", "key", "warned"),
-    [
-        ("127.0.0.1", "", False),
-        ("localhost", "", False),
-        ("::1", "", False),
-        ("0.0.0.0", "", True),  # noqa: S104 - it is not bound
-        ("store.example", "", True),
-        ("0.0.0.0", "secret", False),  # noqa: S104 - it is not bound
-    ],
-)
-def test_serve_warns_of_an_open_address_without_a_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str, key: str, warned: bool
-) -> None:
-    printed: list[str] = []
-    monkeypatch.setattr(web, "run_app", lambda *_, **__: None)
-    monkeypatch.setattr("builtins.print", lambda text, **_: printed.append(text))
-    monkeypatch.setenv("EC_STORE_API_KEY", key)
-    with pytest.raises(SystemExit):
-        main(["serve", f"file://{tmp_path}/store", "--host", host])
-
-    assert ("EC_STORE_API_KEY" in "".join(printed)) is warned
-
-
 async def test_figures_over_http(client: TestClient[Any, Any], url: str) -> None:
     with open_store(url) as store:
         store.put(KEY, entry())
@@ -346,100 +242,3 @@ async def test_every_metric_of_the_service_is_documented(
 
     assert {"ec_store_entries", "ec_store_eviction_seconds"} <= set(metrics)
     assert [name for name in metrics if f"`{name}`" not in document] == []
-
-
-def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[object, str]:
-    with pytest.raises(SystemExit) as ended:
-        main(args)
-    return ended.value.code, capsys.readouterr().out
-
-
-def test_the_command_line(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with open_store(url) as store:
-        store.put(KEY, entry())
-        store.put(EntryKey("other", "k"), entry())
-        store.register_namespace("m", "ns")
-
-    code, out = run(capsys, "stat", url, "--json")
-    stat = json.loads(out)
-    assert (code, stat["entries"], stat["namespaces"]) == (0, 2, {"m": "ns"})
-    code, out = run(capsys, "stat", url)
-    assert "1.0 MiB" in out
-    assert "m: ns" in out
-    code, out = run(capsys, "ls", url)
-    assert out.count("3x4") == 2
-    code, out = run(capsys, "ls", url, "--json")
-    assert {json.loads(line)["namespace"] for line in out.splitlines()} == {"ns", "other"}
-    code, out = run(capsys, "purge", url, "--namespace", "other")
-    assert "1 entries of other removed" in out
-    code, out = run(capsys, "verify", url)
-    assert (code, out) == (0, "1 entries read, 0 corrupt\n")
-    code, out = run(capsys, "gc", url, "--json")
-    assert json.loads(out) == {"removed": 0}
-
-
-def test_verify_names_the_corrupt_ones_and_fixes_them(
-    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with open_store(url) as store:
-        store.put(KEY, entry())
-    [path] = [path for path in tmp_path.rglob(f"{KEY.digest}*") if path.is_file()]
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-
-    code, out = run(capsys, "verify", url)
-    assert code == 1
-    assert "CORRUPT" in out
-    code, _ = run(capsys, "verify", url, "--fix")
-    assert code == 0
-    code, out = run(capsys, "verify", url)
-    assert (code, out) == (0, "0 entries read, 0 corrupt\n")
-
-
-@pytest.mark.fault(20)
-def test_verify_survives_malformed_entries(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with open_store(url) as store:
-        store.put(KEY, unchecked(entry(), shape=(-3, -4)))
-        store.put(EntryKey("ns", "floats"), unchecked(entry(), shape=(3.0, 4.0)))
-        store.put(EntryKey("ns", "good"), entry())
-
-    code, out = run(capsys, "verify", url)
-    assert code == 1
-    assert out.count("CORRUPT") == 2
-    code, out = run(capsys, "verify", url, "--fix")
-    assert (code, "2 corrupt, deleted" in out) == (0, True)
-    code, out = run(capsys, "verify", url)
-    assert (code, out) == (0, "1 entries read, 0 corrupt\n")
-
-
-@pytest.mark.fault(93)
-def test_verify_keeps_entries_of_another_format(
-    url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with open_store(url) as store, monkeypatch.context() as later:
-        later.setattr(entry_module, "FORMAT", "ec_store/2")
-        store.put(KEY, entry())
-
-    code, out = run(capsys, "verify", url, "--fix")
-    assert code == 0
-    assert "SKIPPED: its format is ec_store/2" in out
-    assert "1 entries read, 0 corrupt, 1 of other formats, not checked and kept" in out
-    code, out = run(capsys, "verify", url, "--json")
-    assert json.loads(out.splitlines()[-1]) == {
-        "checked": 1,
-        "corrupt": 0,
-        "fixed": 0,
-        "skipped": 1,
-    }
-
-
-@pytest.mark.parametrize("wrong", ["ftp://x", "file:///tmp/x?bogus=1", "file:///tmp/x?ttl=soon"])
-def test_an_invalid_url_is_reported_in_one_line(
-    wrong: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["stat", wrong])
-
-    assert ended.value.code == 2
-    assert capsys.readouterr().err.count("\n") == 1

@@ -8,7 +8,6 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any
 
 import pytest
 import uvloop
@@ -49,6 +48,7 @@ from tests.faults.scripted import (
 )
 from tests.requests import request, text
 from tests.support.fleet import Launch, until
+from tests.support.system_names import SystemNames
 
 LONG_S = 20.0
 KEPT = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -210,34 +210,22 @@ async def test_a_port_without_a_listener_is_unreachable() -> None:
                 await pool.connect(target_of(url).origin)
 
 
-async def test_a_name_is_looked_up_once_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    lookup, asked = socket.getaddrinfo, []
-
-    def getaddrinfo(host: str, *args: Any, **more: Any) -> Any:
-        asked.append(host)
-        return lookup("127.0.0.1", *args, **more)
-
-    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+async def test_a_name_is_looked_up_once_for_all(system: SystemNames) -> None:
     async with asking([read_request(), send(answer(b"1")), hold()]) as here:
         origin = Origin("engine.test", here.origin.port, tls=False, named=True)
         here.connections += await asyncio.gather(*(here.pool.connect(origin) for _ in range(5)))
         here.connections.append(await here.pool.connect(origin))
 
-        assert asked == ["engine.test"]
+        assert system.asked == ["engine.test"]
 
 
-async def test_an_unused_host_name_is_dropped_from_the_address_cache(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    addresses, lookup, kept = Addresses(), socket.getaddrinfo, []
-
-    def getaddrinfo(_: str, *args: Any, **more: Any) -> Any:
-        return lookup("127.0.0.1", *args, **more)
+@pytest.mark.usefixtures("system")
+async def test_an_unused_host_name_is_dropped_from_the_address_cache() -> None:
+    addresses, kept = Addresses(), []
 
     async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.close()
 
-    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server:
         for kept_s in (60.0, 0.0):
@@ -251,35 +239,24 @@ async def test_an_unused_host_name_is_dropped_from_the_address_cache(
     assert kept == [1, 2, 3, 4, 3, 2, 1, 1]
 
 
-async def test_the_dot_at_the_end_of_a_name_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_dot_at_the_end_of_a_name_is_looked_up(system: SystemNames) -> None:
     """Without the dot, the resolver may find the name below a search domain."""
-    asked = []
-
-    def getaddrinfo(host: str, *_: Any, **__: Any) -> Any:
-        asked.append(host)
-        raise OSError
-
-    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    system.error = socket.EAI_NONAME
     async with pooling() as pool:
         with pytest.raises(Unreachable):
             await pool.connect(target_of("http://engine.test.:1").origin)
 
-    assert asked == ["engine.test."]
+    assert system.asked == ["engine.test."]
 
 
-async def test_each_address_of_a_name_has_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    lookup = socket.getaddrinfo
+async def test_each_address_of_a_name_has_its_turn(system: SystemNames) -> None:
+    system.addresses["engine.test"] = ("127.0.0.1", "127.0.0.2")
     seen = []
-
-    def getaddrinfo(host: str, *args: Any, **more: Any) -> Any:
-        addresses = ("127.0.0.1", "127.0.0.2") if host == "engine.test" else (host,)
-        return [found for address in addresses for found in lookup(address, *args, **more)]
 
     async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         seen.append(writer.get_extra_info("sockname")[0])
         writer.close()
 
-    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
     server = await asyncio.start_server(serve, "0.0.0.0", 0)  # noqa: S104 - two loopback addresses
     origin = Origin("engine.test", server.sockets[0].getsockname()[1], tls=False, named=True)
     async with server, pooling() as pool:

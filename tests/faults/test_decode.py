@@ -1,8 +1,6 @@
 """Rows 4, 5, 34 and 37 to 39: faults of decode instances that must not reach the client."""
 
 import asyncio
-import socket
-import threading
 from contextlib import closing, suppress
 from typing import Any
 
@@ -22,6 +20,7 @@ from tests.faults.scripted import (
 from tests.requests import request, text
 from tests.support.fake_instance import STREAM, decodes, drops, refuses
 from tests.support.fleet import Launch, until
+from tests.support.system_names import SystemNames
 
 NOBODY = "http://127.0.0.1:9"
 
@@ -68,22 +67,15 @@ async def test_retry_after_of_an_overloaded_decode_reaches_the_client(
 
 @pytest.mark.fault(5)
 async def test_a_hanging_name_lookup_is_retried_on_another_instance(
-    launch: Launch, monkeypatch: pytest.MonkeyPatch
+    launch: Launch, system: SystemNames
 ) -> None:
-    lookup, end = socket.getaddrinfo, threading.Event()
-
-    def getaddrinfo(host: str, *args: Any, **more: Any) -> Any:
-        if host == "slow.test":
-            end.wait()
-        return lookup(host, *args, **more)
-
-    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    system.hanging = "slow.test"
     async with launch() as up:
         urls = ("http://slow.test:1", up.d.url)
         async with launch(decode_servers_urls=urls) as fleet:
             for _ in range(2):
                 assert (await asyncio.wait_for(fleet.chat(request(text())), 20))[0] == 200
-    end.set()
+        system.go_on()
 
 
 async def test_models_are_requested_from_a_reachable_instance(launch: Launch) -> None:

@@ -18,7 +18,7 @@ from tests.support.fake_instance import (
     streams_then,
 )
 from tests.support.fleet import Fleet, Launch, until
-from tests.support.strict_instance import MooncakeWire, strict
+from tests.support.strict_instance import strict
 
 AT_ONCE: Any = {"eject_after": 1}
 """Settings that eject an instance after one failure, so that wrong blame becomes visible."""
@@ -189,15 +189,10 @@ async def test_a_request_that_decode_refuses_is_the_clients(launch: Launch) -> N
     ],
 )
 async def test_a_connector_without_an_engine_id_is_skipped(
-    launch: Launch, monkeypatch: pytest.MonkeyPatch, status: int, said: str
+    launch: Launch, status: int, said: str
 ) -> None:
-    right = MooncakeWire.answer
-
-    def answer(wire: MooncakeWire, n: int) -> web.StreamResponse:
-        return web.Response(status=status, text=said) if n == 0 else right(wire, n)
-
-    monkeypatch.setattr(MooncakeWire, "answer", answer)
     async with strict(launch, "mooncake", prefill=2, **AT_ONCE) as (fleet, wire):
+        wire.broken = (status, said)
         for _ in range(4):
             async with fleet.post(request(text())) as reply:
                 assert reply.status == 200, await reply.text()

@@ -391,9 +391,15 @@ async def test_a_request_behind_a_declined_upgrade_is_not_a_begun_head() -> None
         assert (await answer(reader)).status == 200
 
 
-@pytest.mark.fault(47)
-async def test_a_body_that_comes_too_slowly_is_a_408(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Judge the rate of a body soon after its start."""
     monkeypatch.setattr("epd.server.intake.GRACE_S", 0.3)
+
+
+@pytest.mark.fault(47)
+@pytest.mark.usefixtures("short_grace")
+async def test_a_body_that_comes_too_slowly_is_a_408() -> None:
     async with launch() as fleet:
         async with connected(fleet.url) as (reader, writer):
             writer.write(post(1_000_000))
@@ -407,8 +413,8 @@ async def test_a_body_that_comes_too_slowly_is_a_408(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.fault(47)
-async def test_a_body_that_comes_fast_enough_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("epd.server.intake.GRACE_S", 0.3)
+@pytest.mark.usefixtures("short_grace")
+async def test_a_body_that_comes_fast_enough_is_served() -> None:
     body = chat(padding="x" * 800_000)
     async with launch() as fleet, connected(fleet.url) as (reader, writer):
         writer.write(post(len(body)))

@@ -73,12 +73,14 @@ async def test_a_failed_media_fetch_is_retried_at_one_more_instance(launch: Laun
         assert [len(one.calls) for one in fleet.encode] == [1, 1]
 
 
-async def test_a_fetch_that_failed_late_is_not_repeated(
-    launch: Launch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The instance has already retried it."""
+@pytest.fixture
+def late_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take a fetch that failed after 0.2 s for one that the instance has already retried."""
     monkeypatch.setattr("epd.request.recovery.FETCH_AGAIN_S", 0.2)
 
+
+@pytest.mark.usefixtures("late_soon")
+async def test_a_fetch_that_failed_late_is_not_repeated(launch: Launch) -> None:
     async def late(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         await asyncio.sleep(0.4)
         return await refuses(500, SAID[0])(request, body)
@@ -90,10 +92,10 @@ async def test_a_fetch_that_failed_late_is_not_repeated(
         assert sum(len(one.calls) for one in fleet.encode) == 1
 
 
+@pytest.mark.usefixtures("late_soon")
 async def test_a_hanging_media_host_ends_in_the_encode_timeout_without_blame(
-    launch: Launch, monkeypatch: pytest.MonkeyPatch
+    launch: Launch,
 ) -> None:
-    monkeypatch.setattr("epd.request.recovery.FETCH_AGAIN_S", 0.2)
     async with launch(encode=2, encode_timeout_s=0.3, eject_after=1) as fleet:
         for instance in fleet.encode:
             instance.chat = hangs

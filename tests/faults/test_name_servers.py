@@ -2,8 +2,7 @@
 
 import asyncio
 import socket
-import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any
@@ -18,46 +17,13 @@ from tests.discovery.name_server import NameServer
 from tests.requests import image, request, text
 from tests.support.fake_origin import ALLOWED
 from tests.support.fleet import Launch, until
+from tests.support.system_names import SystemNames
 
 
-class SystemNames:
-    """Fake of the system's resolver. Every name is this machine.
-
-    Attributes:
-        error: error number of each lookup; 0 for none.
-        hanging: whether a lookup waits for `go_on`.
-        asked: all names so far.
-    """
-
-    def __init__(self) -> None:
-        self.error = 0
-        self.hanging = False
-        self.asked: list[str] = []
-        self._go_on = threading.Event()
-        self._real = socket.getaddrinfo
-
-    def getaddrinfo(self, host: str, *args: Any, **more: Any) -> Any:
-        if host.replace(".", "").isdigit():
-            return self._real(host, *args, **more)
-        self.asked.append(host)
-        if self.hanging:
-            self._go_on.wait(30)
-        if self.error:
-            raise socket.gaierror(self.error, "failed")
-        return self._real("127.0.0.1", *args, **more)
-
-    def go_on(self) -> None:
-        self._go_on.set()
-
-
-@pytest.fixture
-def system(monkeypatch: pytest.MonkeyPatch) -> Iterator[SystemNames]:
-    """Every use of known addresses renews them."""
-    system = SystemNames()
-    monkeypatch.setattr(socket, "getaddrinfo", system.getaddrinfo)
+@pytest.fixture(autouse=True)
+def renewed_at_each_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look addresses up again at every use of known ones."""
     monkeypatch.setattr("epd.http.addresses.RENEWED_S", 0.0)
-    yield system
-    system.go_on()
 
 
 @asynccontextmanager
@@ -84,7 +50,7 @@ async def test_a_dns_outage_fails_no_request_and_takes_no_instance_down(
         async with launch(encode=0, decode_servers_urls=urls, **config) as fleet:
             await fleet.ready()
             if fault == "hangs":
-                system.hanging = True
+                system.hanging = ""
             else:
                 system.error = getattr(socket, fault)
             asked, probed = len(system.asked), up.d.probes
@@ -103,11 +69,11 @@ async def test_addresses_follow_a_host_in_the_background(system: SystemNames) ->
     addresses = Addresses()
     async with listening() as port:
         (await addresses.connect("engine.test", port)).close()
-        system.hanging = True
+        system.hanging = ""
         for _ in range(3):
             (await addresses.connect("engine.test", port)).close()
         await until(lambda: len(system.asked) == 2)  # one lookup at a time
-        system.hanging = False
+        system.hanging = None
         system.go_on()
         while len(system.asked) == 2:
             (await addresses.connect("engine.test", port)).close()
@@ -175,12 +141,8 @@ async def test_media_on_silent_name_servers_disturb_no_other_request(
             resolver.port = int(silent.address.rpartition(":")[2])
             return resolver
 
-        def getaddrinfo(host: str, *args: Any, **more: Any) -> Any:
-            system.hanging = host.endswith("silent.test")
-            return system.getaddrinfo(host, *args, **more)
-
+        system.hanging = "silent.test"
         monkeypatch.setattr(fetch, "HostNames", partial(names.HostNames, resolver_of=resolver_of))
-        monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
         config: dict[str, Any] = ALLOWED | {
             "allowed_media_domains": ",".join(hosts),
             "decode_servers_urls": (named(up.d.url),),

@@ -184,8 +184,7 @@ async def test_a_lookup_without_a_waiter_leaves_no_claim(path: Path, how: str) -
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the proxy use a store again soon after failures."""
-    monkeypatch.setattr("ec_store.concurrency.OPEN_S", 0.2)
-    refresh_stores(monkeypatch, 0.2)
+    refresh_stores(monkeypatch, 0.2, skip_s=0.2)
 
 
 async def is_hit(fleet: Fleet, backed: Backed) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from epd.aio import Flights
 from epd.routing.instances import Role
 from tests.requests import image, input_audio, request, text, video
 from tests.support.fake_instance import (
@@ -379,20 +378,14 @@ async def test_addresses_are_refused_where_nothing_is_pushed(launch: Launch, tra
 
 
 async def test_requests_at_the_same_time_read_one_output(
-    launch: Launch, monkeypatch: pytest.MonkeyPatch
+    launch: Launch, joined: list[object]
 ) -> None:
-    memory, came, join = Memory(), list[object](), Flights.join
-
-    async def counted(flights: Flights[Any, Any], key: object, start: Any) -> Any:
-        came.append(key)
-        return await join(flights, key, start)
-
-    monkeypatch.setattr(Flights, "join", counted)
+    memory = Memory()
     async with nixl(launch, memory) as fleet:
         encodes = fleet.e.chat
 
         async def waits(*call: Any) -> Any:
-            await until(lambda: len(came) == 2)
+            await until(lambda: len(joined) == 2)
             return await encodes(*call)
 
         fleet.e.chat = waits

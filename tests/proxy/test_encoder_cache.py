@@ -6,7 +6,6 @@ import shutil
 import threading
 import time
 from collections import Counter
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,7 @@ from structlog.testing import capture_logs
 
 from ec_store import Entry, EntryKey, open_store
 from ec_store.disk.store import SharedDiskStore
-from epd.encoder_cache.claims import Claims
 from epd.observe.logs import LogObserver
-from epd.server import app as proxy_app
 from epd.server.app_keys import CONFIG
 from tests.requests import Part, image, input_audio, request, text, video
 from tests.support.backed import (
@@ -30,6 +27,7 @@ from tests.support.backed import (
     caching,
     encoded,
     items_of,
+    limit_claims,
     media_types,
     opened_cache,
     parts_of,
@@ -566,8 +564,7 @@ async def test_errors_name_the_failed_item_of_each_client(launch: Launch) -> Non
 async def test_a_claim_of_a_disconnected_client_is_released(
     launch: Launch, backed: Backed, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lasting = partial(Claims, claim_s=3600.0, tend_s=0.1)  # the claim does not expire
-    monkeypatch.setattr(proxy_app, "Claims", lasting)
+    limit_claims(monkeypatch, claim_s=3600.0, tend_s=0.1)  # the claim does not expire
     claim = type(backed.store).claim
 
     def slow(*args: Any, **options: Any) -> list[bool]:

@@ -3,17 +3,13 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Any
 
 import pytest
 from aiohttp import web
 
-from epd.encoder_cache.claims import Claims
-from epd.encoder_cache.client import EncoderCache
-from epd.server import app as proxy_app
 from tests.requests import image, png, request, text
-from tests.support.backed import BUDGET_S, Both, Page, items_of, media_types, parts_of
+from tests.support.backed import BUDGET_S, Both, Page, items_of, limit_claims, media_types, parts_of
 from tests.support.fake_instance import STREAM, after, decodes, fails_first, refuses
 from tests.support.fleet import Fleet, Launch, until
 
@@ -260,8 +256,7 @@ async def test_one_of_the_waiting_requests_takes_over_after_a_failure(
 async def test_no_request_waits_for_an_entry_that_did_not_appear(
     launch: Launch, both: Both, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    short = partial(Claims, consumer_wait_s=0.2, written_within_s=0.0)
-    monkeypatch.setattr(proxy_app, "Claims", short)
+    limit_claims(monkeypatch, consumer_wait_s=0.2, written_within_s=0.0)
     async with serving(launch, both, url) as fleet:
         for server in fleet.decode:
             server.chat = decodes  # which writes nothing
@@ -277,13 +272,7 @@ async def test_no_request_waits_for_an_entry_that_did_not_appear(
 async def test_requests_wait_for_a_server_that_hangs_once_and_not_for_long(
     launch: Launch, both: Both, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = list[Claims]()
-
-    def make(cache: EncoderCache) -> Claims:
-        made.append(Claims(cache, consumer_wait_s=0.3))
-        return made[0]
-
-    monkeypatch.setattr(proxy_app, "Claims", make)
+    made = limit_claims(monkeypatch, consumer_wait_s=0.3)
     async with serving(launch, both, url) as fleet:
         gate = closed_gate(both, fleet)
         hung = asyncio.create_task(items_of(fleet, request(FIRST)))

@@ -28,9 +28,10 @@ from tests.support.redis_server import RedisServer
 
 SERVE = """
 import sys
-from ec_store.arena import tier
+from functools import partial
+from ec_store.arena import server
 from ec_store.__main__ import main
-tier.LOOKUP_S = float(sys.argv[1])
+server.TierLimits = partial(server.TierLimits, lookup_s=float(sys.argv[1]))
 main(["serve", *sys.argv[2:], "--port", "0"])
 """
 """`ec-store serve` with another time limit of look-ups in the tier."""

@@ -283,15 +283,6 @@ def test_a_keys_file_that_cannot_be_used_ends_the_start_in_one_line(
     assert "Traceback" not in ended.stderr
 
 
-def test_a_short_secret_ends_the_start_in_one_line() -> None:
-    ended = called("serve", *INSTANCES, env={"EPD_KEY_SECRET": "sh0rt"})
-
-    assert ended.returncode == 2
-    assert "EPD_KEY_SECRET must have at least 16 characters" in ended.stderr
-    assert "sh0rt" not in ended.stderr
-    assert ended.stderr.count("\n") == 1
-
-
 @pytest.mark.parametrize(("mode", "warns"), [(0o600, False), (0o640, False), (0o644, True)])
 def test_a_keys_file_that_others_may_read_is_warned_of(keys: Path, mode: int, warns: bool) -> None:
     keys.chmod(mode)

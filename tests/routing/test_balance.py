@@ -296,6 +296,7 @@ def test_the_preferred_instance_is_chosen_unless_overloaded_or_tried() -> None:
     assert {choice.best_instance(prefer=home.url) for _ in range(9)} == {home}
     assert choice.best_instance([home], prefer=home.url) != home
     assert choice.best_instance(prefer=OUT.url) != OUT
+    assert choice.best_instance(prefer="http://gone:1") in ONES
     with table.track_request(home):
         assert choice.best_instance(prefer=home.url) == home
         with table.track_request(home):

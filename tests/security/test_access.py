@@ -239,12 +239,19 @@ async def test_the_admin_key_comes_by_environment(variable: str) -> None:
         assert (await ask(url, line, [("X-API-Key", ADMIN)])).status == 200
 
 
-@pytest.mark.parametrize("variable", ["EPD_ADMIN_API_KEY", "ADMIN_API_KEY"])
-def test_a_short_admin_key_ends_the_start_in_one_line(variable: str) -> None:
+@pytest.mark.parametrize(
+    ("variable", "size"),
+    [
+        ("EPD_ADMIN_API_KEY", "16 to 512"),
+        ("ADMIN_API_KEY", "16 to 512"),
+        ("EPD_KEY_SECRET", "at least 16"),
+    ],
+)
+def test_a_short_secret_ends_the_start_in_one_line(variable: str, size: str) -> None:
     ended = called("serve", *INSTANCES, env={variable: "sh0rt"})
 
     assert ended.returncode == 2
-    assert f"{variable} must have 16 to 512" in ended.stderr
+    assert f"{variable} must have {size}" in ended.stderr
     assert "sh0rt" not in ended.stderr
     assert ended.stderr.count("\n") == 1
 

@@ -15,6 +15,7 @@ from ec_store import Entry, EntryKey, Store, StoreUnavailable
 from ec_store.opening import open_proxy_store
 from epd.aio import Background
 from epd.config.sections.transfers import TransferSettings
+from epd.encoder_cache.claims import Claims
 from epd.encoder_cache.client import EncoderCache
 from epd.server import app as proxy_app
 from tests.requests import Part
@@ -49,9 +50,22 @@ def opened_cache(url: str, config: TransferSettings, **options: Any) -> EncoderC
     return EncoderCache(opened, config, Background(lambda *_: None, first_delay_s=0.01), **options)
 
 
-def refresh_stores(monkeypatch: pytest.MonkeyPatch, refresh_s: float) -> None:
+def refresh_stores(monkeypatch: pytest.MonkeyPatch, refresh_s: float, **limits: Any) -> None:
     """Let proxies read the namespaces, and open a store that is away, at this interval."""
-    monkeypatch.setattr(proxy_app, "EncoderCache", partial(EncoderCache, refresh_s=refresh_s))
+    made = partial(EncoderCache, refresh_s=refresh_s, **limits)
+    monkeypatch.setattr(proxy_app, "EncoderCache", made)
+
+
+def limit_claims(monkeypatch: pytest.MonkeyPatch, **limits: float) -> list[Claims]:
+    """Let proxies claim with these limits; return the claims that they make."""
+    made: list[Claims] = []
+
+    def make(cache: EncoderCache) -> Claims:
+        made.append(Claims(cache, **limits))
+        return made[-1]
+
+    monkeypatch.setattr(proxy_app, "Claims", make)
+    return made
 
 
 def registered(store: Store) -> bool:

@@ -27,11 +27,6 @@ class Target(Protocol):
     def port(self) -> int: ...
 
 
-@dataclass(frozen=True)
-class Port:
-    port: int
-
-
 @dataclass
 class Way:
     """Treatment of the bytes of one direction; the relay reads it again for each piece.

@@ -293,6 +293,8 @@ class MooncakeWire(Wire):
         super().__init__(prefill, decode)
         self.engines = [{"0": f"engine-{n}-0"} for n in range(prefill)]
         self.queries = [0] * prefill
+        self.broken: tuple[int, str] | None = None
+        """Status and body of the first bootstrap server's answers, if they are wrong."""
         self.bootstraps: list[str] = []
 
     async def begin(self, stack: AsyncExitStack) -> dict[str, Any]:
@@ -313,6 +315,9 @@ class MooncakeWire(Wire):
 
     def answer(self, n: int) -> web.StreamResponse:
         """Return the answer of a bootstrap server."""
+        if n == 0 and self.broken is not None:
+            status, body = self.broken
+            return web.Response(status=status, text=body)
         said = {
             rank: {"engine_id": engine_id, "worker_addr": {"0": {"0": "tcp://10.0.0.1:1"}}}
             for rank, engine_id in self.engines[n].items()

@@ -2,7 +2,7 @@
 
 The tests read sources instead of running them: those of the installed release, those that
 `scripts/check_vllm.sh` has unpacked, and those that `EPD_VLLM_SOURCES` names.
-`tests/ec_store/vllm_connector` runs the same things with the installed release.
+`tests/ec_store/vllm_connector` and `tests/vllm_wire` run the same with the installed release.
 """
 
 import ast

@@ -26,7 +26,7 @@ from ec_store.arena.protocol import GetStats, Pin, Read, Stats
 from ec_store.arena.server import ArenaServer
 from ec_store.arena.sockets import bind
 from ec_store.arena.store import ArenaStore
-from ec_store.arena.tier import Tier
+from ec_store.arena.tier import Tier, TierLimits
 from ec_store.arena.url import ArenaOptions
 from ec_store.errors import StoreUnavailable
 
@@ -34,13 +34,14 @@ MIB = 2**20
 
 
 @contextmanager
-def serving(
+def serving(  # noqa: PLR0913 - all but two by name
     path: Path,
     size_bytes: int = 64 * MIB,
     *,
     segment_bytes: int = 2**30,
     client_bytes: int | None = None,
     tier: Tier | None = None,
+    tier_limits: TierLimits | None = None,
     **options: Any,
 ) -> Iterator[ArenaServer]:
     memory = create_memory(size_bytes, segment_bytes)
@@ -51,7 +52,7 @@ def serving(
 
     async def serve() -> None:
         server = ArenaServer(memory, index, **options)
-        await server.start(bind(path, 0o600), tier)
+        await server.start(bind(path, 0o600), tier, tier_limits)
         started.append(server)
         ready.set()
         await asyncio.to_thread(done.wait)

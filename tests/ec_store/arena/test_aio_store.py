@@ -22,7 +22,6 @@ from ec_store.arena.aio_connection import AsyncArenaConnection
 from ec_store.arena.aio_store import AsyncArenaStore
 from ec_store.arena.protocol import (
     LENGTH_BYTES,
-    VERSION,
     Done,
     Failed,
     Find,
@@ -246,15 +245,6 @@ async def test_a_reply_for_other_keys_is_refused(path: Path, count: int) -> None
             await aio.lookup(KEYS[:2])
 
 
-async def test_a_server_of_another_version_is_named(
-    path: Path, server: ArenaServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(aio_connection, "VERSION", VERSION + 1)
-    async with opened(path) as aio:
-        with pytest.raises(StoreUnavailable, match=f"version {VERSION} .* version {VERSION + 1}"):
-            await aio.check()
-
-
 @pytest.mark.parametrize("there", [False, True])
 async def test_a_path_without_a_server_is_unavailable(path: Path, there: bool) -> None:
     with socket.socket(socket.AF_UNIX) as left:
@@ -274,23 +264,15 @@ async def test_a_socket_that_every_user_may_replace_is_not_used(
             await aio.check()
 
 
-async def test_calls_to_a_missing_server_make_few_connections(
+async def test_calls_to_a_failing_server_make_few_connections(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    attempts: list[object] = []
-    connect = AsyncArenaConnection._new_link  # noqa: SLF001
-
-    async def counted(self: AsyncArenaConnection) -> object:
-        attempts.append(self)
-        return await connect(self)
-
-    monkeypatch.setattr(AsyncArenaConnection, "_new_link", counted)
     monkeypatch.setattr(aio_connection, "CONNECT_EVERY_S", 3600.0)
-    async with opened(path) as aio:
+    async with scripted(path) as connections, opened(path) as aio:
         failed = await asyncio.gather(*(failure(aio) for _ in range(100)))
         failed += await asyncio.gather(*(failure(aio) for _ in range(100)))
 
-    assert len(attempts) == 1
+    assert connections == [1]
     assert all(failed)
 
 

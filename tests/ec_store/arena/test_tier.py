@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ from ec_store.arena.protocol import (
 from ec_store.arena.server import ArenaServer, Session
 from ec_store.arena.sockets import bind
 from ec_store.arena.store import ArenaStore
+from ec_store.arena.tier import TierLimits
 from ec_store.arena.url import ArenaOptions
 from ec_store.entry import EntryInfo
 from ec_store.errors import StoreUnavailable
@@ -110,6 +111,7 @@ class Host:
     path: Path
     tier: Gated
     store: ArenaStore
+    limits: TierLimits
     clients: list[ArenaStore] = field(default_factory=list)
 
     @property
@@ -154,20 +156,23 @@ def redis(server: RedisServer) -> RedisServer:
 
 
 @pytest.fixture
-def start(tmp_path: Path, redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+def start(tmp_path: Path, redis: RedisServer) -> Iterator[Start]:
     """Return a function that starts a host; look-ups have the time that a busy machine needs."""
-    monkeypatch.setattr(tier, "LOOKUP_S", WAIT_S)
     with ExitStack() as stack:
 
         def start(
             size_bytes: int = 16 * MIB,
             query: str = "timeout=20s&connect_timeout=20s",
+            limits: TierLimits | None = None,
             **options: Any,
         ) -> Host:
             path = tmp_path / f"{len(list(tmp_path.iterdir()))}.sock"
-            behind = Gated(redis.url(query))
-            stack.enter_context(serving(path, size_bytes, tier=behind, **options))
-            host = Host(path, behind, ArenaStore(ArenaOptions(str(path), timeout_s=60, verify=1)))
+            behind, limits = Gated(redis.url(query)), limits or TierLimits(lookup_s=WAIT_S)
+            stack.enter_context(
+                serving(path, size_bytes, tier=behind, tier_limits=limits, **options)
+            )
+            store = ArenaStore(ArenaOptions(str(path), timeout_s=60, verify=1))
+            host = Host(path, behind, store, limits)
             stack.callback(host.close)
             return host
 
@@ -351,12 +356,8 @@ def test_an_entry_that_was_replaced_after_its_look_up_does_not_come(
 
 
 @pytest.mark.fault(110)
-def test_a_host_serves_while_redis_hangs(
-    redis: RedisServer, start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tier, "LOOKUP_S", 0.01)
-    monkeypatch.setattr(concurrency, "OPEN_S", 0.5)
-    host = start(query="timeout=100ms")
+def test_a_host_serves_while_redis_hangs(redis: RedisServer, start: Start) -> None:
+    host = start(query="timeout=100ms", limits=TierLimits(skip_s=0.5))
     with redis.paused():
         for number in range(20):
             assert host.store.lookup([key(f"missing {number}")]) == [None]
@@ -372,13 +373,13 @@ def test_a_host_serves_while_redis_hangs(
 
 @pytest.mark.fault(110)
 def test_a_host_serves_while_redis_is_down_and_uses_it_when_it_is_back(
-    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(concurrency, "OPEN_S", 0.2)
+    limits = TierLimits(lookup_s=WAIT_S, skip_s=0.2)
     with RedisServer(tmp_path / "redis") as own, ExitStack() as stack:
         behind = RedisStore.from_url(own.url())
         path = tmp_path / "own.sock"
-        stack.enter_context(serving(path, tier=behind))
+        stack.enter_context(serving(path, tier=behind, tier_limits=limits))
         store = stack.enter_context(ArenaStore(ArenaOptions(str(path), timeout_s=WAIT_S)))
         store.put(key("before"), entry())
         wait_for(lambda: in_redis(own, key("before")))
@@ -396,7 +397,7 @@ def test_a_host_serves_while_redis_is_down_and_uses_it_when_it_is_back(
 
 @pytest.mark.fault(110)
 def test_a_slow_lookup_delays_its_connection_alone_and_only_until_its_deadline(
-    start: Start, monkeypatch: pytest.MonkeyPatch
+    start: Start,
 ) -> None:
     host = start()
     host.tier.lookups.clear()
@@ -408,15 +409,13 @@ def test_a_slow_lookup_delays_its_connection_alone_and_only_until_its_deadline(
         host.tier.lookups.set()
         assert slow.result() == [None]
 
-    monkeypatch.setattr(tier, "LOOKUP_S", 0.05)
+    host.limits.lookup_s = 0.05
     host.tier.lookups.clear()
     assert host.store.lookup([key("other")]) == [None]
     assert host.counts.errors == 1
 
 
-def test_late_look_ups_abandon_no_entry_that_was_found(
-    a: Host, b: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_late_look_ups_abandon_no_entry_that_was_found(a: Host, b: Host) -> None:
     found = [key(f"found {number}") for number in range(tier.FETCH_THREADS + 1)]
     for each in found:
         a.store.put(each, entry())
@@ -424,7 +423,7 @@ def test_late_look_ups_abandon_no_entry_that_was_found(
     b.tier.reads.clear()
     assert None not in b.store.lookup(found)
 
-    monkeypatch.setattr(tier, "LOOKUP_S", 0.02)
+    b.limits.lookup_s = 0.02
     b.tier.lookups.clear()
     for number in range(concurrency.FAILURES + 1):
         assert b.store.lookup([key(f"missing {number}")]) == [None]
@@ -462,11 +461,9 @@ def test_replies_keep_the_order_of_their_requests_while_one_waits_for_the_tier(
     assert [type(reply).__name__ for reply in after] == ["Stats", "Done"] * 200
 
 
-@pytest.mark.parametrize("limit", [("QUEUE_ENTRIES", 3), ("QUEUE_BYTES", 3 * 100)])
-def test_entries_above_the_queue_are_not_sent(
-    a: Host, monkeypatch: pytest.MonkeyPatch, limit: tuple[str, int]
-) -> None:
-    monkeypatch.setattr(tier, *limit)
+@pytest.mark.parametrize("limits", [TierLimits(queue_entries=3), TierLimits(queue_bytes=3 * 100)])
+def test_entries_above_the_queue_are_not_sent(start: Start, limits: TierLimits) -> None:
+    a = start(limits=replace(limits, lookup_s=WAIT_S))
     a.tier.lookups.clear()
     a.store.put(key("being sent"), sized(100))
     a.until(queued=0)  # the thread has it
@@ -478,10 +475,8 @@ def test_entries_above_the_queue_are_not_sent(
     a.until(sent=4, queued=0, queued_bytes=0, drops=2)
 
 
-def test_an_entry_that_has_waited_too_long_is_not_sent(
-    a: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tier, "QUEUED_S", 0.0)
+def test_an_entry_that_has_waited_too_long_is_not_sent(start: Start) -> None:
+    a = start(limits=TierLimits(queued_s=0.0))
     a.store.put(key(), entry())
 
     a.until(drops=1, sent=0)
@@ -621,10 +616,8 @@ def test_a_reader_that_looks_again_finds_an_entry_that_is_sent_later(a: Host, b:
     assert_same(entry(), b.store.get(key()))
 
 
-def test_a_look_up_asks_the_tier_for_a_bounded_number_of_entries(
-    a: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tier, "MAX_KEYS", 2)
+def test_a_look_up_asks_the_tier_for_a_bounded_number_of_entries(start: Start) -> None:
+    a = start(limits=TierLimits(lookup_s=WAIT_S, max_keys=2))
 
     assert a.store.lookup([key(str(number)) for number in range(5)]) == [None] * 5
     assert (a.counts.misses, a.counts.skipped) == (2, 3)

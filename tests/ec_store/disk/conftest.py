@@ -1,14 +1,27 @@
-"""Check of the ledger after every test."""
+"""Store on disk, and a check of its ledger after every test."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from ec_store.disk import ledger
+from ec_store.disk import ledger, tree
 from ec_store.disk.eviction_policy import taken_bytes
 from ec_store.disk.files import Folder
-from tests.ec_store.disk.on_disk import files
+from ec_store.disk.store import SharedDiskStore
+from tests.ec_store.disk.on_disk import files, opened
+
+
+@pytest.fixture
+def store(root: Path) -> Iterator[SharedDiskStore]:
+    with opened(root) as store:
+        yield store
+
+
+@pytest.fixture
+def staging_is_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take each file that is about to replace another one as left by a crash."""
+    monkeypatch.setattr(tree, "STAGING_S", -1)
 
 
 @pytest.fixture(autouse=True)

@@ -12,12 +12,15 @@ from ec_store.disk import tree
 from ec_store.disk.config import DiskConfig
 from ec_store.disk.eviction_policy import taken_bytes
 from ec_store.disk.files import Folder
+from ec_store.disk.opening import LOOK_EVERY_S
 from ec_store.disk.store import SharedDiskStore
 
 
-def opened(root: Path, query: str = "", *, create: bool = True) -> SharedDiskStore:
+def opened(
+    root: Path, query: str = "", *, create: bool = True, look_every_s: float = LOOK_EVERY_S
+) -> SharedDiskStore:
     config = DiskConfig.from_url(f"{root.as_uri()}?{query}")
-    store = SharedDiskStore(config, create=create)
+    store = SharedDiskStore(config, create=create, look_every_s=look_every_s)
     store.check()
     return store
 

@@ -6,10 +6,11 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -17,13 +18,13 @@ from hypothesis import strategies as st
 
 from ec_store import StoreUnavailable
 from ec_store.disk import ledger
-from ec_store.disk import lock as locks
 from ec_store.disk.files import Folder
 from ec_store.disk.ledger import NAME, LedgerLost, Usage
 from ec_store.disk.lock import lock, try_lock
 from tests.ec_store.children import start
 from tests.ec_store.contract import key, sized
 from tests.ec_store.disk.on_disk import age, entries_bytes, folder_of, opened, path_of
+from tests.support.once import after_next
 
 FORK = multiprocessing.get_context("fork")
 
@@ -132,15 +133,18 @@ def stopped(work: Callable[[], object]) -> Iterator[None]:
         os.waitpid(child, 0)
 
 
+def stop_at_a_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "pwrite", lambda *_: os.kill(os.getpid(), signal.SIGSTOP))
+
+
 @pytest.mark.fault(94)
 def test_process_that_was_stopped_within_a_change_stops_no_reader_and_drops_writes(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stop_within() -> None:
-        monkeypatch.setattr(os, "pwrite", lambda *_: os.kill(os.getpid(), signal.SIGSTOP))
+        stop_at_a_write(monkeypatch)
         charge(folder_of(root), 7)
 
-    monkeypatch.setattr(locks, "BUSY_S", 0.01)
     with opened(root) as store:
         store.put(key(), sized(10))
         with stopped(stop_within):
@@ -159,30 +163,24 @@ def test_full_store_waits_once_for_a_process_that_was_stopped_within_a_change(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stop_within() -> None:
-        monkeypatch.setattr(os, "pwrite", lambda *_: os.kill(os.getpid(), signal.SIGSTOP))
+        stop_at_a_write(monkeypatch)
         charge(folder_of(root), 0, 0)
 
     names = [key(str(n)) for n in range(8)]
-    with opened(root, f"max_bytes={8 * 4096}") as store:
+    with opened(root, f"max_bytes={8 * 4096}", look_every_s=3600) as store:
         for name in names:
             store.put(name, sized(10))
             age(path_of(root, name), 3600)
         with stopped(stop_within):
-            wait, waits = locks.lock, []
-
-            def waiting(fd: int) -> AbstractContextManager[None]:
-                waits.append(fd)
-                return wait(fd)
-
-            monkeypatch.setattr(ledger, "lock", waiting)
-            monkeypatch.setattr(locks, "BUSY_S", 0.01)
+            waits = Mock(wraps=lock)
+            monkeypatch.setattr(ledger, "lock", waits)
             with pytest.raises(StoreUnavailable, match="keeps its ledger locked"):
                 store.put(key("new"), sized(10))
-            assert len(waits) == 1
+            assert waits.call_count == 1
             store._keeper.settings = replace(store.settings, ttl=60)  # noqa: SLF001
             with pytest.raises(StoreUnavailable, match="keeps its ledger locked"):
                 store.sweep()
-            assert len(waits) == 2
+            assert waits.call_count == 2
         assert store.sweep() == 8
 
 
@@ -339,15 +337,7 @@ def test_ledger_that_another_process_restored_meanwhile_is_not_replaced(
     folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder.replace(NAME, b"damaged")
-    open_file = Folder.open
-
-    def restored_meanwhile(here: Folder, name: str, flags: int) -> int:
-        fd = open_file(here, name, flags)
-        monkeypatch.setattr(Folder, "open", open_file)
-        ledger.restore(folder, Usage(10, 2))
-        return fd
-
-    monkeypatch.setattr(Folder, "open", restored_meanwhile)
+    after_next(monkeypatch, Folder, "open", lambda _: ledger.restore(folder, Usage(10, 2)))
     ledger.restore(folder, Usage(30, 3))
 
     assert ledger.total(folder) == Usage(10, 2)

@@ -13,12 +13,14 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from huggingface_hub._revision import ResolvedRevision
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from vllm.config import ECTransferConfig
+from vllm.distributed import parallel_state
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
 from vllm.distributed.ec_transfer.ec_connector.utils import PlaceholderMetadataResolver
 from vllm.engine.arg_utils import EngineArgs
@@ -88,12 +90,27 @@ class Pieces:
 
     def worker(self, monkeypatch: pytest.MonkeyPatch) -> ECStoreConnector:
         """Return the connector of the only worker of the latest engine."""
-        state = "vllm.distributed.parallel_state"
-        monkeypatch.setattr(f"{state}.get_tensor_model_parallel_rank", lambda: 0)
-        monkeypatch.setattr(f"{state}.get_tensor_model_parallel_world_size", lambda: 1)
-        monkeypatch.setattr(f"{state}.get_pp_group", lambda: SimpleNamespace(is_first_rank=True))
-        monkeypatch.setattr(f"{state}.get_pcp_group", lambda: SimpleNamespace(rank_in_group=0))
+        self.be_rank(monkeypatch)
         return ECStoreConnector(self._config, ECConnectorRole.WORKER)
+
+    @staticmethod
+    def be_rank(
+        monkeypatch: pytest.MonkeyPatch,
+        tensor: int = 0,
+        ranks: int = 1,
+        *,
+        first_stage: bool = True,
+        context: int = 0,
+    ) -> None:
+        """Let vLLM report this process as a rank of its parallel groups."""
+        values = {
+            "get_tensor_model_parallel_rank": tensor,
+            "get_tensor_model_parallel_world_size": ranks,
+            "get_pp_group": SimpleNamespace(is_first_rank=first_stage),
+            "get_pcp_group": SimpleNamespace(rank_in_group=context),
+        }
+        for name, value in values.items():
+            monkeypatch.setattr(parallel_state, name, Mock(return_value=value))
 
     def engine_of_one_process(
         self, options: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -208,6 +208,11 @@ def test_namespace_of_a_hub_model_is_made_of_its_commits_weights(
         assert vllm.namespace() == of_the_worker
 
 
+def download_by(vllm: Any, monkeypatch: pytest.MonkeyPatch, download: Any) -> None:
+    """Let vLLM download models by a function instead of from the hub."""
+    monkeypatch.setattr(vllm.loader, "download_model", download)
+
+
 def test_a_model_of_the_hub_is_downloaded_before_its_weights_are_compared(
     vllm: Any, hub: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,7 +225,7 @@ def test_a_model_of_the_hub_is_downloaded_before_its_weights_are_compared(
         downloads.append(model.model)
         shutil.copy(folder / "model.safetensors", snapshot)
 
-    monkeypatch.setattr(vllm.loader, "download_model", download)
+    download_by(vllm, monkeypatch, download)
     with vllm.model(model="some/model", revision=vllm.revision("main", "a" * 40)):
         of_the_worker = vllm.namespace()
         assert downloads == ["some/model"]
@@ -242,7 +247,7 @@ def test_half_a_download_is_not_compared(
         downloads.append(model.model)
         (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
 
-    monkeypatch.setattr(vllm.loader, "download_model", download)
+    download_by(vllm, monkeypatch, download)
     with vllm.model(model="some/model", revision=vllm.revision("main", "a" * 40)):
         whole = vllm.namespace()
         assert vllm.namespace() == whole
@@ -262,7 +267,7 @@ def test_weights_that_cannot_be_downloaded_are_known_by_name(
     def download(*_: object) -> None:
         raise OSError("no network")
 
-    monkeypatch.setattr(vllm.loader, "download_model", download)
+    download_by(vllm, monkeypatch, download)
     with vllm.model(model="some/model", revision=vllm.revision("main", "a" * 40)):
         assert vllm.namespace() == vllm.namespace()
     assert any("no network" in one.getMessage() for one in caplog.records)

@@ -1,11 +1,13 @@
 """Connector in workers: which ranks write and load, and vLLM's model runner V2."""
 
+import os
 import pickle
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -26,11 +28,7 @@ def test_one_rank_of_those_with_the_same_tensors_writes(
     context_rank: int,
     written: bool,
 ) -> None:
-    state = "vllm.distributed.parallel_state"
-    monkeypatch.setattr(f"{state}.get_tensor_model_parallel_rank", lambda: tensor_rank)
-    monkeypatch.setattr(
-        f"{state}.get_pcp_group", lambda: SimpleNamespace(rank_in_group=context_rank)
-    )
+    vllm.be_rank(monkeypatch, tensor_rank, 2, context=context_rank)
     assert vllm.writes() == written
 
 
@@ -313,10 +311,8 @@ def test_steps_carry_entries_if_no_memory_is_shared(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def full(*_: object) -> None:
-        raise OSError(12, "Cannot allocate memory")
-
-    monkeypatch.setattr("os.posix_fallocate", full)
+    full = OSError(12, "Cannot allocate memory")
+    monkeypatch.setattr(os, "posix_fallocate", Mock(side_effect=full))
     with vllm.ranks(2):
         connector = connect()
     step = step_that_loads(connector, vllm, url, "a", 4)
@@ -351,9 +347,5 @@ def test_ranks_of_the_first_stage_load_and_are_numbered(
     vllm: Any, monkeypatch: pytest.MonkeyPatch, rank: tuple[bool, int, int], number: int | None
 ) -> None:
     first, context, tensor = rank
-    state = "vllm.distributed.parallel_state"
-    monkeypatch.setattr(f"{state}.get_tensor_model_parallel_rank", lambda: tensor)
-    monkeypatch.setattr(f"{state}.get_tensor_model_parallel_world_size", lambda: 4)
-    monkeypatch.setattr(f"{state}.get_pp_group", lambda: SimpleNamespace(is_first_rank=first))
-    monkeypatch.setattr(f"{state}.get_pcp_group", lambda: SimpleNamespace(rank_in_group=context))
+    vllm.be_rank(monkeypatch, tensor, 4, first_stage=first, context=context)
     assert vllm.reader() == number
