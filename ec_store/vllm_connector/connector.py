@@ -25,6 +25,7 @@ from ec_store.urls import fetch_threads, parse_url
 from ec_store.vllm_connector.config import ConnectorConfig
 from ec_store.vllm_connector.consumer import Consumer
 from ec_store.vllm_connector.guard import count_exception, guard_method
+from ec_store.vllm_connector.media_cache import keep_media
 from ec_store.vllm_connector.metrics import NAMESPACE, StoreConnectorStats, StorePromMetrics
 from ec_store.vllm_connector.namespace import namespace_of
 from ec_store.vllm_connector.producer import Producer
@@ -127,6 +128,7 @@ class ECStoreConnector(ECConnectorBase):
             )
             widths = Widths(vllm_config, config.encoder_output_widths)
             self._consumer = Consumer(self._fetcher, model_config, resolver, widths, self.counts)
+            keep_media(self._consumer.placeholder_fields)
         if self.is_producer:
             self._producer = Producer(self.namespace, resolver)
         self._receiver = Receiver(_engine(vllm_config))

@@ -16,6 +16,7 @@ from ec_store.engine.fetch_queue import Want
 from ec_store.engine.fetcher import Fetcher, FetchState
 from ec_store.engine.tensors import DTYPES
 from ec_store.entry import ITEM_BYTES, HeldEntry
+from ec_store.vllm_connector.media_cache import has_media
 from ec_store.vllm_connector.widths import MODALITIES, Widths
 
 
@@ -134,6 +135,11 @@ class Consumer:
         self._local: defaultdict[str, Counter[int]] = defaultdict(Counter)
         self._unavailable: set[str] = set()
         self._loads: dict[str, HeldEntry] = {}
+
+    @property
+    def placeholder_fields(self) -> frozenset[str]:
+        """Fields of items that come as metadata, of all modalities."""
+        return frozenset[str]().union(*self._fields.values())
 
     def ensure_items(self, request: Any, computed: int) -> bool:
         """Return whether each item that a request needs is here or will be encoded here."""
@@ -372,9 +378,7 @@ class Consumer:
         """Return whether this engine could encode the item itself."""
         if feature.data is None:
             return False
-        placeholder = self._fields.get(feature.modality, set())
-        data = feature.data.get_data()
-        return any(value is not None and key not in placeholder for key, value in data.items())
+        return has_media(feature.data, self._fields.get(feature.modality, set()))
 
 
 def _drop_empty(values: MutableMapping[Any, Any], key: Any) -> None:

@@ -229,6 +229,8 @@ def topology_name(config: ConfigFields) -> str:
     encode, decode = len(config.encode_servers_urls), len(config.decode_servers_urls)
     prefill = len(config.prefill_servers_urls)
     encodes = f"{encode}e" if encode else ""
+    if config.servers_urls:
+        return f"{encodes}{len(config.servers_urls)}epd"
     return f"{encodes}{prefill}p{decode}d" if prefill else f"{encodes}{decode}pd"
 
 

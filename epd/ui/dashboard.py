@@ -84,6 +84,7 @@ class Board:
                 prefix_tokens=load.prompts.matched,
                 precise=load.precise,
                 kv_bytes_per_s=load.kv_bytes_per_s,
+                writes=load.writes_outputs is True,
             )
             for instance, load in loads.items()
         ]

@@ -116,6 +116,7 @@ class InstanceState(TypedDict):
     that was expected in the prefix cache. `precise`: what the cache holds is known by KV events.
     `cause` is that of the states `ejected` and `down`; otherwise it is empty.
     `kv_bytes_per_s`: mean bandwidth of the last KV transfers that it reported; null before any.
+    `writes`: it reports that it writes what it encodes to the store.
     """
 
     role: str
@@ -127,6 +128,7 @@ class InstanceState(TypedDict):
     prefix_tokens: int
     precise: bool
     kv_bytes_per_s: float | None
+    writes: bool
 
 
 class Snapshot(TypedDict):

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from heapq import nlargest
 from itertools import chain
 from operator import itemgetter
+from string import digits
 from typing import NamedTuple, get_args
 
 from prometheus_client.metrics_core import Metric
@@ -122,7 +123,10 @@ class StageShown(Latency):
 
 
 class InstanceShown(Latency, InstanceState):
-    """Latency and state of one instance. `name` is its letter and number, such as `E1`."""
+    """Latency and state of one instance.
+
+    `name` is its letters and number, such as `E1`, or `EPD1` of one that does all three.
+    """
 
     name: str
 
@@ -164,16 +168,14 @@ def state(snapshots: Sequence[Snapshot], totals: Totals, store: str | None, now:
     flows = {stage: _flow(stage, snapshots, now.monotonic_s) for stage in FLOWS}
     instances = _instances(snapshots, flows)
     seconds, requests = _seconds(snapshots, now), _requests(snapshots)
-    counts = Counter(instance["role"] for instance in instances)
+    letters = Counter(instance["name"].rstrip(digits).lower() for instance in instances)
     return UiState(
         version=__version__,
         now=round(now.unix_s, 3),
         workers=len(snapshots),
         store=store,
-        topology="".join(
-            f"{counts[role]}{letter.lower()}" for role, letter in LETTERS.items() if counts[role]
-        ),
-        summary=[text.split("*") for text in _sentences(totals, encodes=bool(counts["encode"]))],
+        topology="".join(f"{count}{kind}" for kind, count in letters.items()),
+        summary=[text.split("*") for text in _sentences(totals, encodes=bool(letters["e"]))],
         totals=totals,
         per_s=sum(second["requests"] for second in seconds[-NOW_S:]) / NOW_S,
         minute=_sum_seconds(seconds),
@@ -294,6 +296,7 @@ def _instances(snapshots: Sequence[Snapshot], flows: Mapping[str, Flow]) -> list
         known["prompt_tokens"] += reported["prompt_tokens"]
         known["prefix_tokens"] += reported["prefix_tokens"]
         known["precise"] &= reported["precise"]
+        known["writes"] |= reported["writes"]
         worst = max(known, reported, key=lambda report: WORST.index(report["state"]))
         known["state"], known["cause"] = worst["state"], worst["cause"]
         measured = (known["kv_bytes_per_s"] or 0.0, reported["kv_bytes_per_s"] or 0.0)
@@ -302,8 +305,9 @@ def _instances(snapshots: Sequence[Snapshot], flows: Mapping[str, Flow]) -> list
     shown = list[InstanceShown]()
     for instance in seen.values():
         role, url = instance["role"], instance["url"]
-        numbers[role] += 1
-        name, latency = f"{LETTERS[role]}{numbers[role]}", flows[SERVES[role]].latency_of(url)
+        letters = "EPD" if role == "prefill_decode" and instance["writes"] else LETTERS[role]
+        numbers[letters] += 1
+        name, latency = f"{letters}{numbers[letters]}", flows[SERVES[role]].latency_of(url)
         shown.append(InstanceShown(name=name, **instance, **latency))
     return shown
 

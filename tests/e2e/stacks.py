@@ -33,7 +33,8 @@ class Spec:
         bf16: whether engines compute in bfloat16 instead of float32.
         ranks: number of processes that share the encode engine's tensors.
         consumer_ranks: the same for each of the other engines.
-        traced: whether engines and proxy export spans, and engines report details of usage.
+        traced: whether engines and proxy export spans, and engines report details of usage, as
+            servers that encode do.
         conversing: whether prefill reads decode's blocks of a conversation, and has no prefix
             cache.
         saving: whether consumers write what they encode to the store, and the policy `cost` leaves
@@ -67,7 +68,8 @@ class Spec:
     def flags(self) -> Mapping[Role, Sequence[str]]:
         """Return the engines' flags, in addition to those of every stack."""
         every = ["--trust-request-mm-kwargs", *(["--dtype", "bfloat16"] if self.bf16 else [])]
-        every += ["--enable-prompt-tokens-details"] * self.traced
+        details = self.traced or self.topology.endswith("epd")
+        every += ["--enable-prompt-tokens-details"] * details
         if self.topology.endswith("epd"):
             every += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
         own = {Role.PREFILL: ["--no-enable-prefix-caching"] * self.conversing}
@@ -224,6 +226,7 @@ OF_TESTS: Mapping[str, Sequence[Spec]] = {
     "test_usage_of_the_prefix_cache_is_that_of_one_engine": [TRACED],
     "test_the_doctor_finds_nothing_to_mend_in_a_real_fleet": [*EACH_STORE, TRACED, SERVERS],
     "test_the_doctor_makes_prefill_read_blocks_of_decode": [CONVERSING],
+    "test_entries_have_the_sizes_of_those_in_the_store": [SERVERS, SERVERS_AUDIO],
     "test_servers_encode_while_the_encode_instance_is_away": [MIXED],
     "test_workers_of_a_proxy_share_what_servers_write_to_redis": [MIXED],
     # Media that only some models accept.

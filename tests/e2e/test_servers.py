@@ -12,6 +12,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletion
 
+from ec_store import open_store
 from tests.e2e.asking import PREPROCESSED, ask, check_equal, unseen
 from tests.e2e.load import CLIENTS, QUESTIONS, Load, until
 from tests.e2e.proxies import another_proxy
@@ -183,6 +184,22 @@ def test_a_restarted_server_has_hits_at_once(stack: Served) -> None:
     with another_proxy(stack, servers=[restarted]) as url:
         assert items_at(url, stack, item, text("again")) == KNOWN
     assert metric(restarted, PREPROCESSED) == 0
+
+
+@pytest.mark.fault(132)
+def test_a_picture_that_the_store_lost_is_encoded_by_a_server_that_got_its_metadata(
+    stack: Served,
+) -> None:
+    item, before = unseen(stack), stored(stack).keys()
+    with another_proxy(stack, servers=stack.consumers[:1]) as url:
+        time.sleep(KNOWN_WITHIN_S)
+        for _ in range(2):
+            assert items_at(url, stack, item, text("new")) == NEW
+            until(lambda: len(stored(stack)) > len(before))
+            assert items_at(url, stack, item, text("again")) == KNOWN
+            with open_store(stack.stack.store) as store:
+                rows = [row.info.key for row in store.ls() if row.info is not None]
+                store.delete([key for key in rows if key.identifier not in before])
 
 
 @pytest.mark.fault(131)

@@ -134,6 +134,7 @@ def large(each: int = 20, hostile: str = "") -> UiState:
                     prefix_tokens=4000 * number,
                     precise=bool(number % 2),
                     kv_bytes_per_s=0.48e9 if role == "decode" else None,
+                    writes=False,
                 )
             )
             recent.instance_changed(

@@ -2,14 +2,20 @@
 
 import asyncio
 import re
+from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
 
+import aiohttp
 import pytest
 from axe_playwright_python.async_playwright import Axe
 from playwright.async_api import Page, expect
 
-from tests.ui.browsing import PATIENT_MS, Stack, Tabs, stack_of
+from tests.support import backed
+from tests.support.fake_instance import FakeInstance, decodes
+from tests.support.programs import run, serving
+from tests.ui.browsing import PATIENT_MS, QUICK, Stack, Tabs, stack_of
 from tests.ui.states import large
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -94,6 +100,35 @@ async def test_the_page_shows_why_an_instance_gets_no_requests(stack: Stack, tab
         await expect(trial.locator(".state")).to_have_text("on trial")
 
         assert looked.wrong == []
+
+
+async def test_servers_that_do_all_three_are_shown_and_counted_once(
+    tab: Tabs, tmp_path: Path
+) -> None:
+    servers = [FakeInstance(decodes, metrics=backed.Page()) for _ in range(2)]
+    async with AsyncExitStack() as opened:
+        for server in servers:
+            await opened.enter_async_context(server.running())
+        urls = ",".join(server.url for server in servers)
+        store = f"file://{tmp_path}/store?max_bytes=1GiB"
+        lines: list[dict[str, Any]] = []
+        process = serving("--servers-urls", urls, "--ec-store", store, *QUICK, lines=lines)
+        url, _ = await asyncio.to_thread(process.__enter__)
+        opened.push_async_callback(asyncio.to_thread, process.__exit__, None, None, None)
+        looked = await opened.enter_async_context(tab(url))
+        await expect(looked.page.locator("#about")).to_contain_text("2epd")
+        [column] = await looked.page.locator("#instances section").all()
+        await expect(column).to_contain_text("Prefill and decode 2 of 2 healthy")
+        await expect(column.locator("li")).to_contain_text(["EPD1", "EPD2"])
+        shown = await asyncio.to_thread(run, "top", "--once", "--url", url)
+        async with aiohttp.ClientSession() as http, http.get(f"{url}/metrics") as reply:
+            up = re.findall(r"^epd_instance_up.*", await reply.text(), re.MULTILINE)
+
+        assert looked.wrong == []
+    assert lines[-1]["topology"] == "2epd"
+    assert "  2epd  " in shown.stdout
+    assert re.findall(r"^\S*PD\d", shown.stdout, re.MULTILINE) == ["EPD1", "EPD2"]
+    assert len(up) == 2
 
 
 @pytest.mark.parametrize("roles", [(), ("encode",), ("decode",), ("prefill_decode",)])

@@ -51,6 +51,7 @@ def seen(condition: str, requests: int = 0, role: str = "encode") -> InstanceSta
         prefix_tokens=requests,
         precise=bool(requests),
         kv_bytes_per_s=1e9 * requests or None,
+        writes=bool(requests),
     )
 
 
@@ -249,6 +250,14 @@ def test_the_cache_is_reported_only_if_every_worker_has_it(recent: Recent, reque
     [one] = shown(*(known(recent, seen("healthy", count)) for count in (2, requests)))["instances"]
 
     assert one["precise"] is bool(requests)
+
+
+def test_an_instance_encodes_too_if_a_worker_has_read_it(recent: Recent) -> None:
+    workers = [known(recent, seen("healthy", n, role="prefill_decode")) for n in (0, 1)]
+    document = shown(*workers)
+
+    assert [one["name"] for one in document["instances"]] == ["EPD1"]
+    assert document["topology"] == "1epd"
 
 
 def test_one_url_in_two_roles_is_two_instances(recent: Recent) -> None:

@@ -193,6 +193,14 @@ def test_raw_and_bare_items_of_one_modality_are_not_mixed(vllm: Source) -> None:
         assert f"Mixing raw {modality} and embedding inputs is not allowed" in words
 
 
+def test_engines_replace_cached_media_by_what_has_their_name(vllm: Source) -> None:
+    """The reason for `ec_store/vllm_connector/media_cache.py`; without it that can go."""
+    cache = vllm.a_class("multimodal/cache/lru.py", "LruKeyReplicatedReceiverCache")
+
+    assert "self._cache.pop(mm_hash, None)" in ast.unparse(cache)
+    assert "has_passthrough_data" in vllm.text("multimodal/processing/processor.py")
+
+
 def test_processors_write_dummy_text_for_all_items(vllm: Source) -> None:
     """Therefore some models refuse raw items mixed with bare items of the same modality."""
     processor = vllm.text("multimodal/processing/processor.py")

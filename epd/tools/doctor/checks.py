@@ -299,7 +299,7 @@ STORE: Sequence[Check[StoreFacts]] = (
         "repair it: until then every item of a request is encoded", is_last=True),
     Check(FAIL, "store", lambda store: store.is_full
         and f"its file system is full ({size_text(store.free_bytes or 0)} are free): the entry "
-            "that an encode instance just wrote was dropped",
+            "that an instance just wrote was dropped",
         "delete other files there, or use a larger file system; the store evicts only its own "
         "entries", is_last=True),
     Check(OK, "store", lambda store: store.round_trip_s <= store.budget_s / 2
@@ -309,13 +309,13 @@ STORE: Sequence[Check[StoreFacts]] = (
             f"{store.budget_s * 1000:.0f} ms",
         "place it nearer to the proxy, or raise --ec-store-budget-s"),
     Check(OK, "store", lambda store: store.entry == "read"
-        and "has the entry that an encode instance just wrote"),
+        and "has the entry that an instance just wrote"),
     Check(FAIL, "store", lambda store: store.entry == "found"
-        and "the proxy cannot read the entry that an encode instance just wrote",
+        and "the proxy cannot read the entry that an instance just wrote",
         "run engines and proxy as one user, or share a group: "
         "?dir_mode=2770 in every store URL"),
     Check(FAIL, "store", lambda store: store.entry == "missing"
-        and "does not have the entry that an encode instance just wrote",
+        and "does not have the entry that an instance just wrote",
         "name the same store in --ec-store and in the engines' --ec-transfer-config, and the same "
         "version of the connector in all: an engine may report another namespace than it uses"),
     Check(WARN, "store", lambda store: not store.is_writable and "the proxy cannot write to it",

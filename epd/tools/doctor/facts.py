@@ -167,7 +167,7 @@ class StoreFacts(NamedTuple):
         is_missing: whether the problem is that the store does not exist.
         round_trip_s: median time of a lookup.
         is_writable: whether the proxy can write names and claims.
-        entry: state of the output that an encode instance just wrote: `read`, `found` (present,
+        entry: state of the output that an instance just wrote: `read`, `found` (present,
             but not readable) or `missing`; None: no output to look up.
         max_bytes: quota in bytes.
         writing_bytes: memory of a server for the entries that are being written to it; None for a

@@ -31,7 +31,7 @@ WITHIN_S = 10.0
 async def read_store(config: ProxyConfig, made: OutputFacts | None, arrives_s: float) -> StoreFacts:
     """Return the facts about the store, and whether it has `made`.
 
-    That is the output that an encode instance just wrote, as the instance reported it; None: there
+    That is the output that an instance just wrote, as the instance reported it; None: there
     is none to look up. It may take `arrives_s` seconds to appear.
     """
     budget_s, url = config.ec_store_budget_s, config.ec_store

@@ -8,9 +8,10 @@ from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.request import ProxyHandler, build_opener
 
 import aiohttp
 import orjson
@@ -19,7 +20,8 @@ from aiohttp import web
 from pydantic import SecretStr
 
 from epd.edge.access import is_loopback
-from epd.parser import Commands, Parser
+from epd.json_or_none import json_or_none
+from epd.parser import Commands, Parser, admin_key, http_url
 from epd.tools.observe.counting import Counter, Traffic
 from epd.tools.observe.entry_sizes import EntrySizes, entry_sizes
 from epd.tools.observe.relay import Relay, Server, drop_added_headers
@@ -28,9 +30,6 @@ from epd.tools.observe.reuse import ReuseDistances
 from epd.tools.up.model_config import config_path, read_config
 from epd.upstream import KEEP_ALIVE_S
 
-KEYS = ("EPD_ADMIN_API_KEY", "ADMIN_API_KEY")
-"""Environment variables with the admin key, the same as for `epd serve`."""
-
 STORE_BYTES = tuple(size * GIB for size in (1, 4, 16, 64))
 STORE_ENTRIES = (100, 1_000, 10_000, 100_000)
 """Sizes of stores in the report, if the sizes of entries are not known."""
@@ -38,6 +37,8 @@ STORE_ENTRIES = (100, 1_000, 10_000, 100_000)
 MIB = 1024**2
 MAX_HEADER_BYTES = 64 * 1024
 """Maximum size of a header and of a request line, as of vLLM's server."""
+MODEL_S = 5.0
+"""Seconds in which a server may report its model."""
 STOP_S = 10.0
 """Seconds in which requests in progress may end after SIGTERM."""
 
@@ -46,6 +47,7 @@ STOP_S = 10.0
 class ObserveSettings:
     """Flags of the command, as its help describes them."""
 
+    model_config: str | None
     servers_urls: Sequence[str]
     host: str
     port: int
@@ -80,7 +82,8 @@ def add_parser(commands: Commands) -> None:
         "--model-config",
         metavar="MODEL",
         help="model that gives the sizes of entries by its config.json: name on the hub, or "
-        "directory (default: stores are measured in entries)",
+        "directory (default: the model that the first server reports; if its config.json cannot be "
+        "read here, stores are measured in entries)",
     )
     parser.add_argument(
         "--encode-ms",
@@ -107,27 +110,45 @@ def add_parser(commands: Commands) -> None:
     parser.set_defaults(run=partial(_run, parser))
 
 
-def _run(parser: Parser, model_config: str | None, **flags: Any) -> None:
-    sizes = None if model_config is None else _entry_sizes(parser, model_config)
+def _run(parser: Parser, **flags: Any) -> None:
+    settings = ObserveSettings(**flags)
+    model = settings.model_config or _served_model(settings.servers_urls[0])
+    sizes = None if model is None else _entry_sizes(model)
+    if sizes is not None:
+        print(f"epd observe: sizes of entries are those of {model}")
+    elif settings.model_config is not None:
+        parser.error(
+            f"--model-config: found no config.json of {model} with the width of a token; without "
+            "this flag stores are measured in entries"
+        )
+    else:
+        print("epd observe: stores are measured in entries; --model-config MODEL gives bytes")
     stores = STORE_ENTRIES if sizes is None else STORE_BYTES
     counter = Counter(Traffic(ReuseDistances((*stores, float("inf"))), sizes))
     try:
-        uvloop.run(_relay(ObserveSettings(**flags), counter))
+        uvloop.run(_relay(settings, counter))
     except OSError as error:
         sys.exit(f"epd observe: {error}")
 
 
-def _entry_sizes(parser: Parser, model: str) -> EntrySizes:
+def _served_model(url: str) -> str | None:
+    """Return the name on the hub, or the directory, of a server's model; None without an answer."""
+    try:
+        with build_opener(ProxyHandler({})).open(f"{url}/v1/models", timeout=MODEL_S) as answer:
+            document = json_or_none(answer.read())
+    except (OSError, HTTPException):
+        return None
+    match document:
+        case {"data": [{"root": str() as model}, *_]}:
+            return model
+    return None
+
+
+def _entry_sizes(model: str) -> EntrySizes | None:
     path = config_path(model, (), os.environ)
     config = read_config(path)
     processor = None if path is None else read_config(path.with_name("preprocessor_config.json"))
-    sizes = None if config is None else entry_sizes(config, processor or {})
-    if sizes is None:
-        parser.error(
-            f"--model-config: found no config.json of {model} with the tokens of a picture and "
-            "their width; without this flag stores are measured in entries"
-        )
-    return sizes
+    return None if config is None else entry_sizes(config, processor or {})
 
 
 async def _relay(settings: ObserveSettings, counter: Counter) -> None:
@@ -135,7 +156,7 @@ async def _relay(settings: ObserveSettings, counter: Counter) -> None:
     ended = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
-    host, port = settings.host, settings.port
+    host, port, key = settings.host, settings.port, admin_key()
     async with aiohttp.ClientSession(
         auto_decompress=False,
         # Shorter than the server's, which would close a connection under a request.
@@ -150,7 +171,7 @@ async def _relay(settings: ObserveSettings, counter: Counter) -> None:
             counter,
             session,
             int(settings.max_body_mib * MIB),
-            admin_key=admin_key(),
+            admin_key=None if key is None else SecretStr(key),
             private=is_loopback(host),
             encode_ms=settings.encode_ms,
         )
@@ -183,18 +204,8 @@ async def _relay(settings: ObserveSettings, counter: Counter) -> None:
         await asyncio.to_thread(settings.report.write_bytes, content)
 
 
-def admin_key() -> SecretStr | None:
-    """Return the operator's key from the environment; None without one."""
-    key = next(filter(None, map(os.environ.get, KEYS)), None)
-    return None if key is None else SecretStr(key)
-
-
 def _urls(text: str) -> list[str]:
-    urls = [url.strip().rstrip("/") for url in text.split(",") if url.strip()]
-    for url in urls:
-        parts = urlsplit(url)
-        if parts.scheme not in {"http", "https"} or not parts.hostname:
-            raise ArgumentTypeError(f"{url!r} is not an http(s) URL")
+    urls = [http_url(url.strip()) for url in text.split(",") if url.strip()]
     if not urls:
         raise ArgumentTypeError("name at least one server")
     return urls

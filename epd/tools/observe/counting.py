@@ -20,8 +20,8 @@ from epd.api.items import Body, MMItem
 from epd.errors import ProxyError
 from epd.media.image_header import image_size
 from epd.media.parts import Inline, Remote, source
-from epd.tools.observe.entry_sizes import EntrySizes
-from epd.tools.observe.reuse import ReuseDistances
+from epd.tools.observe.entry_sizes import EntrySizes, reported_tokens
+from epd.tools.observe.reuse import Reference, ReuseDistances
 
 MAX_TEXT_BYTES = 16 * 1024**2
 """Size of a body without its media above which it is not counted: the parser of its text holds the
@@ -30,24 +30,29 @@ GIL."""
 PENDING_BYTES = 256 * 1024**2
 """Bytes of bodies that may wait to be counted. Further ones are not counted."""
 
+GUESSED_BYTES = 1024.0**2
+"""Size of an entry while none is known."""
+
 NAMES = ("conversation_id", "session_id", "prompt_cache_key")
 """Fields by which clients name a conversation."""
 
 
 class Observed(NamedTuple):
-    """A request that was forwarded.
+    """A request that was forwarded, and answered.
 
     Attributes:
         path: its path, without the query.
         content_type: its `Content-Type`.
         body: its body.
         server: index of the server that got it.
+        answer: the end of the answer; empty without one.
     """
 
     path: str
     content_type: str
     body: bytes
     server: int
+    answer: bytes = b""
 
 
 @dataclass(slots=True)
@@ -121,19 +126,26 @@ class Traffic:
         self.with_media += 1
         by_item = {item: self._hash(_identity(found)) for item, found in items}
         origin = self._conversation(body, by_item), observed.server
+        pixels = {item: _pixels(item, found) for item, found in items}
+        tokens = _tokens(pixels, reported_tokens(observed.answer))
         for item, found in items:
-            self._count_item(item, found, by_item[item], origin)
+            size = self._entry_size(pixels[item], tokens.get(item, 0.0))
+            reference = self.distances.refer(by_item[item], size, origin)
+            self._count_item(item.modality, found, pixels[item], reference, origin)
 
     def _count_item(
-        self, item: MMItem, found: Any, item_hash: int, origin: tuple[int | None, int]
+        self,
+        modality: str,
+        found: Any,
+        pixels: int,
+        reference: Reference | None,
+        origin: tuple[int | None, int],
     ) -> None:
-        kind = self.kinds.setdefault(item.modality, Kind())
+        kind = self.kinds.setdefault(modality, Kind())
         sent_bytes = len(found.base64) if isinstance(found, Inline) else 0
-        pixels = _pixels(found) if item.modality == "image" and isinstance(found, Inline) else 0
         kind.items += 1
         kind.sent_bytes += sent_bytes
         kind.pixels += pixels
-        reference = self.distances.refer(item_hash, self._entry_size(pixels), origin)
         if reference is None or reference.earlier is None:
             return
         weight, (conversation, server) = reference.weight, reference.earlier
@@ -147,16 +159,21 @@ class Traffic:
                 saved.sent_bytes += weight * sent_bytes
                 saved.pixels += weight * pixels
 
-    def _entry_size(self, pixels: int) -> float:
+    @property
+    def mean_bytes(self) -> float:
+        """Mean size of the entries of which it is known; `GUESSED_BYTES` without one."""
+        return self._sized_bytes / self._sized_items if self._sized_items else GUESSED_BYTES
+
+    def _entry_size(self, pixels: int, tokens: float) -> float:
         if self.sizes is None:
             return 1.0
-        if pixels or self.sizes.fixed_tokens:
-            size = self.sizes.image_bytes(pixels)
-            self._sized_items += 1
-            self._sized_bytes += size
-            return size
-        self.unsized += 1
-        return self._sized_bytes / self._sized_items if self._sized_items else 1024.0**2
+        size = tokens * self.sizes.token_bytes or self.sizes.image_bytes(pixels)
+        if not size:
+            self.unsized += 1
+            return self.mean_bytes
+        self._sized_items += 1
+        self._sized_bytes += size
+        return size
 
     def _hash(self, *parts: bytes | memoryview) -> int:
         hasher = blake3(key=self.key)
@@ -198,11 +215,25 @@ def _identity(found: Any) -> bytes | memoryview:
     return (found.url if isinstance(found, Remote) else found.uuid).encode("utf-8", "surrogatepass")
 
 
-def _pixels(found: Inline) -> int:
-    with suppress(ValueError):
-        if (size := image_size(found.read)) is not None:
-            return math.prod(size)
+def _pixels(item: MMItem, found: Any) -> int:
+    """Return the pixels of a picture in the request; 0 if they are not known."""
+    if item.modality == "image" and isinstance(found, Inline):
+        with suppress(ValueError):
+            if (size := image_size(found.read)) is not None:
+                return math.prod(size)
     return 0
+
+
+def _tokens(pixels: Mapping[MMItem, int], reported: Mapping[str, int]) -> dict[MMItem, float]:
+    """Divide the tokens of each modality among its items: by their pixels if those are known."""
+    tokens = dict[MMItem, float]()
+    for modality, total in reported.items():
+        parts = {item: pixels[item] for item in pixels if item.modality == modality}
+        if not all(parts.values()):
+            parts = dict.fromkeys(parts, 1)
+        whole = sum(parts.values())
+        tokens |= {item: total * part / whole for item, part in parts.items()}
+    return tokens
 
 
 def _texts(content: Any) -> Sequence[bytes]:

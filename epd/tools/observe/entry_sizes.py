@@ -1,14 +1,17 @@
-"""Sizes of encoder outputs, from a model's `config.json`. Pure.
+"""Sizes of encoder outputs, from a model's `config.json` and the tokens that servers report. Pure.
 
-They are estimates. A picture has as many output tokens as it has merged patches, once it has been
-scaled into the limits of the image processor (`smart_resize` in transformers' Qwen2-VL processor),
-or a number that the configuration states for every picture.
+Without reported tokens they are estimates: a picture has as many output tokens as it has merged
+patches, once it has been scaled into the limits of the image processor (`smart_resize` in
+transformers' Qwen2-VL processor), or a number that the configuration states for every picture.
 """
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from epd.json_or_none import json_or_none
 
 Config = Mapping[str, Any]
 
@@ -26,13 +29,17 @@ MAX_EDGE = 16384
 """Largest value of a processor's size that is the length of an edge; larger ones are pixels."""
 
 
+REPORTED = re.compile(rb'"multimodal_tokens":\s?(\{[^{}]*\})')
+"""Tokens by modality in the usage of an answer. In a generated text, its quotes are escaped."""
+
+
 @dataclass(frozen=True, slots=True)
 class EntrySizes:
     """Rule for the sizes of a model's encoder outputs.
 
     Attributes:
         token_bytes: bytes of an output token.
-        token_pixels: pixels of a token, if their number depends on the picture; else 0.
+        token_pixels: pixels of a token; 0 if the number of tokens does not follow from the pixels.
         fixed_tokens: tokens of every picture; 0 if they depend on it.
         least_pixels: a smaller picture is scaled up to this size.
         most_pixels: a larger picture is scaled down to this size.
@@ -45,15 +52,17 @@ class EntrySizes:
     most_pixels: float = math.inf
 
     def image_bytes(self, pixels: float) -> float:
-        """Return the bytes of a picture's output."""
+        """Return the bytes of a picture's output; 0 if they are not known."""
         if self.fixed_tokens:
             return self.fixed_tokens * self.token_bytes
+        if not pixels or not self.token_pixels:
+            return 0.0
         scaled = min(max(pixels, self.least_pixels), self.most_pixels)
         return max(1.0, scaled / self.token_pixels) * self.token_bytes
 
 
 def entry_sizes(config: Config, processor: Config) -> EntrySizes | None:
-    """Return the rule of a model; None if its configuration does not determine one.
+    """Return the rule of a model; None if its configuration has no width of a token.
 
     Args:
         config: the model's `config.json`.
@@ -63,24 +72,41 @@ def entry_sizes(config: Config, processor: Config) -> EntrySizes | None:
     vision = _part(config, "vision_config")
     text = _part(config, "text_config") or _part(config, "llm_config") or config
     width = _number(vision, "out_hidden_size") or _number(text, "hidden_size")
-    if not width or any(name in part for name in TILED for part in (config, vision, text)):
+    if not width or not (vision or _part(config, "audio_config")):
         return None
     levels = vision.get("deepstack_visual_indexes")
     outputs = 1 + (len(levels) if isinstance(levels, list) else 0)
     token_bytes = VALUE_BYTES * outputs * width
+    if any(name in part for name in TILED for part in (config, vision, text)):
+        return EntrySizes(token_bytes, 0.0, 0.0)
     for field in FIXED:
         if tokens := _number(config, field) or _number(processor, field):
             return EntrySizes(token_bytes, 0.0, tokens)
     patch = _number(vision, "patch_size") or _number(vision, "spatial_patch_size")
     merge = _number(vision, "spatial_merge_size") or _number(config, "spatial_merge_size") or 1
     if not patch:
-        return None
+        return EntrySizes(token_bytes, 0.0, 0.0)
     size = _part(processor, "size")
     least = _number(processor, "min_pixels") or _number(size, "shortest_edge")
     most = _number(processor, "max_pixels") or _number(size, "longest_edge")
     if 0 < most <= MAX_EDGE:
         least, most = 0.0, most * most
     return EntrySizes(token_bytes, (patch * merge) ** 2, 0.0, least, most or math.inf)
+
+
+def reported_tokens(answer: bytes) -> Mapping[str, int]:
+    """Return the tokens of a request's media by modality, from the end of vLLM's answer.
+
+    vLLM reports them with `--enable-prompt-tokens-details`, in JSON and in the last event of a
+    stream with usage. Empty without a report.
+    """
+    found = REPORTED.findall(answer)
+    tokens = json_or_none(found[-1]) if found else None
+    if not isinstance(tokens, dict):
+        return {}
+    return {
+        name: number for name, number in tokens.items() if isinstance(number, int) and number > 0
+    }
 
 
 def _part(config: Config, name: str) -> Config:

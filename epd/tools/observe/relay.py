@@ -45,6 +45,9 @@ HOP_BY_HOP = frozenset(
 ADDED = (hdrs.CONTENT_TYPE, hdrs.DATE, hdrs.SERVER)
 """Headers that aiohttp adds to an answer without them."""
 
+ANSWER_BYTES = 2048
+"""Bytes at the end of an answer that have its usage."""
+
 OWN = frozenset({"/observe", "/observe.md", "/observe.json"})
 """Paths that the relay answers itself. vLLM has none of them."""
 
@@ -133,38 +136,42 @@ class Relay:
 
     async def _relay(self, request: web.Request, server: Server, index: int) -> web.StreamResponse:
         body, rest = await self._read(request)
-        if rest is None and body:
-            content_type = request.headers.get(hdrs.CONTENT_TYPE, "")
-            self.counter.offer(Observed(request.path, content_type, body, index))
         self.too_large += rest is not None
-        async with self.session.request(
-            request.method,
-            server.url_of(request),
-            headers=_passed_on(request.headers),
-            skip_auto_headers=(
-                hdrs.USER_AGENT,
-                hdrs.ACCEPT,
-                hdrs.ACCEPT_ENCODING,
-                hdrs.CONTENT_TYPE,
-            ),
-            data=rest if rest is not None else io.BytesIO(body) if body else None,
-            allow_redirects=False,
-        ) as reply:
-            response = RelayedResponse(
-                status=reply.status, reason=reply.reason, headers=_passed_on(reply.headers)
-            )
-            response.absent = [name for name in ADDED if name not in reply.headers]
-            await response.prepare(request)
-            try:
-                async for chunk in reply.content.iter_any():
-                    await response.write(chunk)
-            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError):
-                self.failed += 1
-                if request.transport is not None:  # the answer must not look complete
-                    request.transport.abort()
+        answer = b""
+        try:
+            async with self.session.request(
+                request.method,
+                server.url_of(request),
+                headers=_passed_on(request.headers),
+                skip_auto_headers=(
+                    hdrs.USER_AGENT,
+                    hdrs.ACCEPT,
+                    hdrs.ACCEPT_ENCODING,
+                    hdrs.CONTENT_TYPE,
+                ),
+                data=rest if rest is not None else io.BytesIO(body) if body else None,
+                allow_redirects=False,
+            ) as reply:
+                response = RelayedResponse(
+                    status=reply.status, reason=reply.reason, headers=_passed_on(reply.headers)
+                )
+                response.absent = [name for name in ADDED if name not in reply.headers]
+                await response.prepare(request)
+                try:
+                    async for chunk in reply.content.iter_any():
+                        answer = (answer + chunk)[-ANSWER_BYTES:]
+                        await response.write(chunk)
+                except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError):
+                    self.failed += 1
+                    if request.transport is not None:  # the answer must not look complete
+                        request.transport.abort()
+                    return response
+                await response.write_eof()
                 return response
-            await response.write_eof()
-            return response
+        finally:
+            if body:
+                content_type = request.headers.get(hdrs.CONTENT_TYPE, "")
+                self.counter.offer(Observed(request.path, content_type, body, index, answer))
 
     async def _read(self, request: web.Request) -> tuple[bytes, AsyncIterator[bytes] | None]:
         """Return a body; or, if it is too large to be counted, an iterator over its chunks."""

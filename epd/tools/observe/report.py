@@ -78,6 +78,7 @@ class ObserveReport:
     """Report of a run. Figures of repeats are estimates if `sampled_share` is below 1.
 
     Attributes:
+        unsized: media of an unknown entry size, which count as `mean_bytes`.
         unit: of the sizes of stores: `bytes` or `entries`.
         same_conversation: share of the repeats within a conversation.
         other_server: share of the repeats that went to another server than the time before.
@@ -90,6 +91,7 @@ class ObserveReport:
     items: int
     distinct: float
     unsized: int
+    mean_bytes: float
     sampled_share: float
     unit: str
     modalities: Sequence[ModalityLine]
@@ -124,6 +126,7 @@ def make_report(traffic: Traffic, relayed: Relayed) -> ObserveReport:
         items=items,
         distinct=distances.distinct,
         unsized=traffic.unsized,
+        mean_bytes=traffic.mean_bytes,
         sampled_share=distances.share,
         unit="entries" if traffic.sizes is None else "bytes",
         modalities=modalities,
@@ -177,6 +180,8 @@ def _verdict(report: ObserveReport, pixels: float) -> Iterator[str]:
             f"{report.relayed.seconds:.0f} s, by your {report.relayed.encode_ms:g} ms for each of "
             "its megapixels."
         )
+    if 2 * report.unsized > report.items:
+        yield "The sizes of most entries are not known, so the size of this store is a guess."
     if report.same_conversation - report.other_server > NEARLY_ALL:
         yield (
             "Nearly all repeats are turns of a conversation at the same server. Its prefix cache "
@@ -271,7 +276,14 @@ def as_markdown(report: ObserveReport) -> str:
     if report.sampled_share < 1:
         lines += ["", f"Repeats are estimated from {report.sampled_share:.1%} of the media."]
     if report.unsized:
-        lines += ["", f"{report.unsized} media have no known entry size; they count as the mean."]
+        lines += [
+            "",
+            (
+                f"{report.unsized} media have no known entry size, and count as "
+                f"{bytes_text(report.mean_bytes)}. Servers report sizes with vLLM's "
+                "--enable-prompt-tokens-details; for streams add --enable-force-include-usage."
+            ),
+        ]
     lines += ["", "| media | number | came again | in requests | megapixels |"]
     lines.append("| --- | --- | --- | --- | --- |")
     lines += [

@@ -5,9 +5,10 @@ number of sampled items. An item is sampled if its hash is below a threshold, so
 references are sampled or none. The distance of a sampled reference, multiplied by the number of
 items for which a sampled one stands, estimates the size of the smallest LRU cache with the item.
 
-That number is not the inverse of the threshold, as in the paper, but all items divided by sampled
-ones. All items are counted apart, at least as exactly as 0.1 %, so that the chance by which a
-sample has too many or too few items does not count: errors are a half to a fifth.
+Two numbers are known of all references, and not of the sample alone, so that a sample errs less:
+how many different items there are, and how often each reference's item came before. The sampled
+references to items that came as often stand for all of these (post-stratification): a sample with
+too few or too many popular items, which have short distances, predicts as well.
 
 A reference costs O(log n) for n sampled items.
 """
@@ -22,8 +23,14 @@ HASHES = 1 << 64
 """Number of different hashes; each is an integer below it."""
 
 
-BITMAP_BITS = 1 << 23
-"""Bits of the bitmap by which items are counted: 1 MiB, for 50 million items."""
+COUNTERS = 1 << 23
+"""Counters of the references to items: 8 MiB, for 50 million items."""
+
+MOST_COUNTED = 255
+"""Largest value of a counter."""
+
+CLASSES = MOST_COUNTED.bit_length() + 1
+"""Number of classes of references: to items that came 0, 1, 2 to 3, 4 to 7, ... times before."""
 
 
 @dataclass(slots=True)
@@ -75,24 +82,24 @@ class PrefixSums:
         return total
 
 
-class DistinctItems:
-    """Number of different items, by linear counting (Whang et al., ACM TODS 1990)."""
+class ReferenceCounts:
+    """Numbers of references to all items, in one counter for the items with an equal hash."""
 
     def __init__(self) -> None:
-        self._bitmap = bytearray(BITMAP_BITS // 8)
-        self._ones = 0
+        self._counters = bytearray(COUNTERS)
+        self._used = 0
 
-    def add(self, item: int) -> None:
-        """Count an item by its hash."""
-        place = item % BITMAP_BITS
-        byte, bit = place >> 3, 1 << (place & 7)
-        if not self._bitmap[byte] & bit:
-            self._bitmap[byte] |= bit
-            self._ones += 1
+    def add(self, item: int) -> int:
+        """Count a reference to an item, by its hash; return how many were counted before."""
+        place = item % COUNTERS
+        earlier = self._counters[place]
+        self._used += not earlier
+        self._counters[place] = min(earlier + 1, MOST_COUNTED)
+        return earlier
 
-    def estimate(self) -> float:
-        """Return the estimated number of items."""
-        return -BITMAP_BITS * math.log1p(-min(self._ones, BITMAP_BITS - 1) / BITMAP_BITS)
+    def distinct(self) -> float:
+        """Return the estimated number of items: linear counting (Whang et al., TODS 1990)."""
+        return -COUNTERS * math.log1p(-min(self._used, COUNTERS - 1) / COUNTERS)
 
 
 @dataclass(slots=True)
@@ -110,14 +117,15 @@ class ReuseDistances:
     most: int = 1 << 16
     share: float = 1.0
     references: int = 0
-    _sampled_repeats: float = 0.0
-    _distinct: DistinctItems = field(default_factory=DistinctItems)
+    _counts: ReferenceCounts = field(default_factory=ReferenceCounts)
+    _all: list[int] = field(default_factory=lambda: [0] * CLASSES)
+    _sampled: list[float] = field(default_factory=lambda: [0.0] * CLASSES)
     _items: dict[int, Sampled] = field(default_factory=dict)
     _largest: list[int] = field(default_factory=list)
     _sizes: PrefixSums = field(default_factory=lambda: PrefixSums(1024))
     _next: int = 0
     _total: float = 0.0
-    _hits: dict[float, float] = field(default_factory=dict)
+    _hits: dict[float, list[float]] = field(default_factory=dict)
 
     def refer(self, item: int, size: float, origin: tuple[object, ...] = ()) -> Reference | None:
         """Count a reference to an item; return it if it is sampled.
@@ -128,21 +136,22 @@ class ReuseDistances:
             origin: what the caller wants to know again at the item's next reference.
         """
         self.references += 1
-        self._distinct.add(item)
+        rank = self._counts.add(item).bit_length()
+        self._all[rank] += 1
         if item >= self.share * HASHES:
             return None
         known = self._items.get(item)
         weight = self._items_of_each()
+        self._sampled[rank] += weight
         if known is None:
             found = Reference(weight, math.inf, None)
             heapq.heappush(self._largest, -item)
         else:
             newer = self._total - self._sizes.up_to(known.position)
             found = Reference(weight, newer * weight + size, known.origin)
-            self._sampled_repeats += weight
             for cache in self.sizes:
                 if found.distance <= cache:
-                    self._hits[cache] = self._hits.get(cache, 0.0) + weight
+                    self._hits.setdefault(cache, [0.0] * CLASSES)[rank] += weight
             self._remove(known)
         if self._next == len(self._sizes):
             self._renumber()
@@ -156,22 +165,21 @@ class ReuseDistances:
 
     def sampled_hits(self, size: float) -> float:
         """Return the sum of the weights of the sampled references that this cache would answer."""
-        return self._hits.get(size, 0.0)
+        return sum(self._hits.get(size, ()))
 
     def hits(self, size: float) -> float:
         """Return the estimated number of references that the cache of this size would answer.
 
-        The repeats that the sample has too few or too many of are those of popular items, which
-        have short distances (SHARDS-adj in the paper).
+        A class of which no reference is sampled counts as answered: its items are popular.
         """
-        if (found := self.sampled_hits(size)) == 0:
-            return 0.0
-        return min(max(found + self.repeats - self._sampled_repeats, 0.0), self.repeats)
+        hits = self._hits.get(size, [0.0] * CLASSES)
+        classes = zip(self._all[1:], self._sampled[1:], hits[1:], strict=True)
+        return sum(of_all * (hit / sampled if sampled else 1.0) for of_all, sampled, hit in classes)
 
     @property
     def distinct(self) -> float:
         """Estimated number of different items; exact while all of them are in the sample."""
-        return len(self._items) if self.share == 1 else self._distinct.estimate()
+        return len(self._items) if self.share == 1 else self._counts.distinct()
 
     @property
     def repeats(self) -> float:
@@ -180,7 +188,7 @@ class ReuseDistances:
 
     def _items_of_each(self) -> float:
         """Return the number of items for which a sampled one stands."""
-        return 1.0 if self.share == 1 else self._distinct.estimate() / max(len(self._items), 1)
+        return 1.0 if self.share == 1 else self._counts.distinct() / max(len(self._items), 1)
 
     def _remove(self, item: Sampled) -> None:
         self._sizes.add(item.position, -item.size)

@@ -25,6 +25,7 @@ from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
 from vllm.distributed.ec_transfer.ec_connector.utils import PlaceholderMetadataResolver
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.multimodal.cache import LruKeyReplicatedReceiverCache
 from vllm.multimodal.inputs import (
     MultiModalBatchedField,
     MultiModalFeatureSpec,
@@ -120,6 +121,10 @@ class Pieces:
         monkeypatch.setattr("vllm.v1.worker.gpu.ec_connector.get_ec_transfer", lambda: worker)
         cache: dict[str, torch.Tensor] = {}
         return OneProcess(scheduler, worker, cache, ActiveECConnector(self._config, cache))
+
+    def media_cache(self) -> LruKeyReplicatedReceiverCache:
+        """Return an engine's cache of preprocessed media."""
+        return LruKeyReplicatedReceiverCache(self._config.model_config)
 
     @staticmethod
     def writes() -> bool:

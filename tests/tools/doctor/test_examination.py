@@ -98,7 +98,7 @@ async def test_a_correct_fleet_has_no_findings(clinic: Clinic) -> None:
         "finds encoder outputs by their key alone",
         "hands over its KV cache",
         "answers requests that a prefill instance prefilled",
-        "has the entry that an encode instance just wrote",
+        "has the entry that an instance just wrote",
         "every instance serves m",
     } <= seen
 
@@ -389,7 +389,7 @@ async def test_engines_that_write_to_another_store_are_found(clinic: Clinic) -> 
     clinic.encode.chat = encodes  # does not write to the store
     clinic.prefill.chat = prefills
 
-    assert ("store", "does not have the entry that an encode instance just wrote") in (
+    assert ("store", "does not have the entry that an instance just wrote") in (
         await clinic.complaints()
     )
 
@@ -424,7 +424,7 @@ async def test_an_engine_that_writes_under_another_namespace_than_it_reports_is_
     clinic.encode.chat = reports_another
     complaints = dict(await clinic.complaints())
 
-    assert complaints["store"] == "does not have the entry that an encode instance just wrote"
+    assert complaints["store"] == "does not have the entry that an instance just wrote"
 
 
 async def test_a_consumer_of_another_namespace_is_found(clinic: Clinic) -> None:
@@ -605,7 +605,7 @@ async def test_a_store_with_unreadable_entries_is_reported(clinic: Clinic, tmp_p
 
     clinic.encode.chat = spoiled
 
-    assert ("store", "the proxy cannot read the entry that an encode instance just wrote") in (
+    assert ("store", "the proxy cannot read the entry that an instance just wrote") in (
         await clinic.complaints()
     )
 

@@ -146,7 +146,42 @@ def test_media_of_an_unknown_size_count_as_the_mean_of_the_others() -> None:
 
     assert traffic.unsized == 1
     assert again.distances.hits(10_000.0) == 1  # 3,000 bytes each
-    assert "1 media have no known entry size" in as_markdown(report_of(traffic))
+    assert "1 media have no known entry size, and count as 3.0 kB" in as_markdown(
+        report_of(traffic)
+    )
+    assert "is a guess" not in verdict(traffic)
+
+
+def test_the_verdict_says_that_sizes_are_guessed() -> None:
+    sizes = EntrySizes(token_bytes=10.0, token_pixels=0.0, fixed_tokens=0.0)
+    body = observed(request(image(png(10, 10))))
+
+    assert "the size of this store is a guess" in verdict(counted(body, body, sizes=sizes))
+
+
+def answering(body: Any, **tokens: int) -> Observed:
+    usage = {"usage": {"prompt_tokens_details": {"multimodal_tokens": tokens}}}
+    return observed(body)._replace(answer=orjson.dumps(usage))
+
+
+@pytest.mark.parametrize(("first", "size"), [(0, 250.0), (1, 750.0)])
+def test_reported_tokens_are_divided_among_pictures_by_pixels(first: int, size: float) -> None:
+    pictures = [image(png(10, 10)), image(png(10, 30))]
+    traffic = Traffic(
+        ReuseDistances((size - 1, size)), EntrySizes(10.0, token_pixels=0.0, fixed_tokens=0.0)
+    )
+    traffic.count(observed(request(pictures[first])))
+    traffic.count(answering(request(pictures[first], pictures[1 - first]), image=100))
+
+    assert [traffic.distances.hits(store) for store in traffic.distances.sizes] == [0, 1]
+    assert (traffic.unsized, traffic.mean_bytes) == (1, 500)
+
+
+def test_sounds_have_the_tokens_that_the_server_reports() -> None:
+    sizes = EntrySizes(token_bytes=10.0, token_pixels=1.0, fixed_tokens=0.0)
+    traffic = counted(answering(request(input_audio(), input_audio()), audio=60), sizes=sizes)
+
+    assert (traffic.unsized, traffic.mean_bytes) == (0, 300)
 
 
 def test_a_picture_at_a_url_is_known_by_it() -> None:

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from epd.tools.observe.entry_sizes import entry_sizes
+from epd.tools.observe.entry_sizes import entry_sizes, reported_tokens
 
 QWEN25 = {
     "hidden_size": 3584,
@@ -64,13 +64,42 @@ def test_a_limit_of_the_edge_is_not_one_of_pixels() -> None:
         {},
         {"hidden_size": 1},
         {"vision_config": {"patch_size": 14}},
+    ],
+)
+def test_a_configuration_without_a_width_has_no_rule(config: dict[str, object]) -> None:
+    assert entry_sizes(config, {}) is None
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
         {**QWEN25, "downsample_ratio": 0.5, "image_seq_length": 256},
         {**QWEN25, "image_grid_pinpoints": [[336, 672]], "image_seq_length": 576},
         {**QWEN25, "scale_factor": 3},
+        {"hidden_size": 3584, "audio_config": {"d_model": 1280}},
     ],
 )
-def test_a_configuration_without_the_sizes_has_no_rule(config: dict[str, object]) -> None:
-    assert entry_sizes(config, {}) is None
+def test_tokens_that_do_not_follow_from_pixels_are_not_known(config: dict[str, object]) -> None:
+    sizes = entry_sizes(config, {})
+
+    assert sizes is not None
+    assert sizes.token_bytes == 2 * 3584
+    assert sizes.image_bytes(10**6) == 0
+
+
+@pytest.mark.parametrize(
+    ("answer", "tokens"),
+    [
+        (b'"prompt_tokens_details":{"multimodal_tokens":{"image":4,"audio":9}}}}', [4, 9]),
+        (b'data: {"multimodal_tokens": {"image":4}}\n\ndata: [DONE]\n\n', [4]),
+        (b'{"multimodal_tokens":null}', []),
+        (b'{"multimodal_tokens":{"image":"4"}}{"multimodal_tokens":{"image":-4}}', []),
+        (b'{"multimodal_tokens":{image}}', []),
+        (rb'{"content":"{\"multimodal_tokens\":{\"image\":4}}"}', []),
+    ],
+)
+def test_tokens_are_those_of_the_usage(answer: bytes, tokens: list[int]) -> None:
+    assert [*reported_tokens(answer).values()] == tokens
 
 
 def test_a_picture_without_limits_has_any_size() -> None:

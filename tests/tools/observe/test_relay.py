@@ -18,9 +18,10 @@ from openai import AsyncOpenAI
 from pydantic import SecretStr
 
 from epd.tools.observe.counting import Counter, Traffic
+from epd.tools.observe.entry_sizes import EntrySizes
 from epd.tools.observe.relay import Relay, Server, drop_added_headers
 from epd.tools.observe.reuse import ReuseDistances
-from tests.requests import image, request, text
+from tests.requests import image, input_audio, request, text
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -145,6 +146,29 @@ async def test_a_stream_arrives_event_by_event() -> None:
         assert await reply.read() == b"data: [DONE]\n\n"
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_the_counter_gets_the_end_of_the_answer(*, streamed: bool) -> None:
+    usage = {"usage": {"prompt_tokens_details": {"multimodal_tokens": {"audio": 7}}}}
+
+    async def vllm(request: web.Request) -> web.StreamResponse:
+        if not streamed:
+            return web.json_response({"choices": "c" * 10_000, **usage})
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for event in ("c" * 10_000, json.dumps(usage), "[DONE]"):
+            await response.write(f"data: {event}\n\n".encode())
+        return response
+
+    async with relaying(vllm) as (relay, url), aiohttp.ClientSession() as http:
+        traffic = relay.counter.traffic
+        traffic.sizes = EntrySizes(10.0, token_pixels=0.0, fixed_tokens=0.0)
+        async with http.post(url + CHAT, json=request(input_audio())) as reply:
+            await reply.read()
+        relay.counter.close()
+
+    assert (traffic.unsized, traffic.mean_bytes) == (0, 70)
+
+
 async def test_a_client_that_leaves_ends_its_request() -> None:
     ended = asyncio.Event()
 
@@ -157,9 +181,11 @@ async def test_a_client_that_leaves_ends_its_request() -> None:
 
     async with relaying(hang) as (relay, url), aiohttp.ClientSession() as http:
         with suppress(TimeoutError):
-            await http.post(url + CHAT, json={}, timeout=aiohttp.ClientTimeout(0.3))
+            await http.post(url + CHAT, json=request(image()), timeout=aiohttp.ClientTimeout(0.3))
         await asyncio.wait_for(ended.wait(), 5)
         assert relay.servers[0].in_progress == 0
+        relay.counter.close()
+        assert relay.counter.traffic.with_media == 1
 
 
 async def test_a_cut_off_answer_does_not_look_complete() -> None:
@@ -349,8 +375,14 @@ async def test_the_command_relays_an_official_client_and_reports(tmp_path: Path)
             return web.json_response({"cookie": len(request.headers["Cookie"])})
         return web.json_response(completion)
 
+    async def models(_: web.Request) -> web.StreamResponse:
+        return web.json_response({"data": [{"id": "m", "root": str(tmp_path)}]})
+
+    config = {"hidden_size": 3584, "vision_config": {"patch_size": 14, "spatial_merge_size": 2}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     app = web.Application(client_max_size=0)
     app.router.add_post(CHAT, vllm)
+    app.router.add_get("/v1/models", models)
     server = TestServer(app)
     await server.start_server(max_field_size=1 << 16, auto_decompress=False)
     port = unused_port()
@@ -384,6 +416,6 @@ async def test_the_command_relays_an_official_client_and_reports(tmp_path: Path)
         await server.close()
 
     assert command.returncode == 0
-    assert b"67% of the media came again. A store of 100 entries would have" in printed
+    assert b"67% of the media came again. A store of 1 GiB would have" in printed
     found = json.loads(report.read_text(encoding="utf-8"))
     assert (found["items"], found["relayed"]["failed"]) == (3, 0)
