@@ -12,7 +12,6 @@ are in quarantine: one at a time, on one instance of each stage, with one try. K
 answered far more often than instances die of them are exempt.
 """
 
-import secrets
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -49,10 +48,6 @@ MAX_TENANTS = 1024
 """Upper bound of tenants with remembered kinds and deaths."""
 
 logger = structlog.get_logger("epd")
-
-
-SEED = secrets.randbits(64)
-"""Seed of this process for the fingerprints of bodies."""
 
 
 def fingerprint(raw: bytes | bytearray, seed: int) -> str:
@@ -241,8 +236,8 @@ class FatalRequests:
 def _subjects(watched: Watched, items: Iterable[str], *, body: bool = True) -> list[Subject]:
     tenant = watched.tenant
     found = [(tenant, "item", xxh3_128_hexdigest(key.encode())) for key in items]
-    if body and watched.body:
-        found.append((tenant, "body", fingerprint(watched.body, SEED)))
+    if body and watched.fingerprint:
+        found.append((tenant, "body", watched.fingerprint))
     return found
 
 

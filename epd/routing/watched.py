@@ -46,7 +46,7 @@ class Watched:
     """A client's request with its deaths.
 
     Attributes:
-        body: the body, of which a digest is made only while instances die.
+        fingerprint: digest of the body.
         kind: digest of what similar requests share; 0 if unknown.
         deaths: deaths of instances that served it, in all stages.
         most_deaths: number of deaths after which it is sent to no further instance.
@@ -55,7 +55,7 @@ class Watched:
     """
 
     tenant: str = ""
-    body: bytes | bytearray = b""
+    fingerprint: str = ""
     kind: int = 0
     deaths: Deaths = field(default_factory=Deaths)
     most_deaths: int = MAX_DEATHS

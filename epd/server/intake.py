@@ -4,6 +4,7 @@ import asyncio
 import math
 import os
 import re
+import secrets
 import select
 import socket
 import struct
@@ -32,6 +33,7 @@ from epd.encoder_cache.identity import conversation_key, with_salt
 from epd.errors import RequestRefused, Unauthorized
 from epd.request.recorder import Recorder
 from epd.request.request import Request
+from epd.routing.fatal import fingerprint
 from epd.routing.watched import Watched
 from epd.server.app_keys import ADMISSION, KEYS, VISIT, Visit
 from epd.tenants import ANONYMOUS
@@ -41,6 +43,9 @@ GRACE_S = 5.0
 
 MIN_RATE_BYTES = 64 * 1024
 """Minimum rate of a body, in bytes per second; a slower one gets 408."""
+
+SEED = secrets.randbits(64)
+"""Seed of this process for the fingerprints of bodies."""
 
 UCRED = struct.Struct("3i")
 """Process, user and group of the other end of a Unix socket, as the kernel writes them."""
@@ -236,7 +241,7 @@ def make_request(  # noqa: PLR0913 - the parts of a body
         visit.record,
         Watched(
             visit.tenant.name,
-            raw,
+            fingerprint(raw, SEED),
             # What variants of a request share.
             kind=hash((endpoint.path, *body, modalities, text_bytes.bit_length())),
         ),

@@ -21,13 +21,13 @@ def after_deaths() -> tuple[FatalRequests, Quarantine]:
     fatal = FatalRequests(300.0, lambda _: False, clock)
     for number in range(MAX_TENANT_DEATHS):
         clock.now_s += 2 * SAME_DEATH_S
-        watched = Watched("t", b"body %d" % number, kind=POISON)
+        watched = Watched("t", f"body {number}", kind=POISON)
         fatal.final_error(UpstreamDied("it broke", stage="decode"), D, watched)
     return fatal, Quarantine(fatal)
 
 
 async def serve(quarantine: Quarantine, go_on: asyncio.Event, served: list[Watched]) -> None:
-    watched = Watched("t", b"b", kind=POISON)
+    watched = Watched("t", "b", kind=POISON)
     async with quarantine.context_for(watched):
         served.append(watched)
         await go_on.wait()
@@ -58,7 +58,7 @@ async def test_waiting_requests_go_on_together_once_their_kind_is_proven() -> No
     running = [asyncio.create_task(serve(quarantine, go_on, served)) for _ in range(5)]
     await asyncio.sleep(0)
     for _ in range(100):
-        fatal.record_survival(Watched("t", b"b", kind=POISON))
+        fatal.record_survival(Watched("t", "b", kind=POISON))
     running[0].cancel()
     for _ in range(20):
         await asyncio.sleep(0)

@@ -29,13 +29,12 @@ class Deaths:
         """Record a death; return whether the request is rejected from now on."""
         error = UpstreamDied("it broke", slug="decode_failed", stage="decode")
         return isinstance(
-            self.ledger.final_error(error, instance, Watched(tenant, body.encode()), items),
-            SuspectedFatal,
+            self.ledger.final_error(error, instance, Watched(tenant, body), items), SuspectedFatal
         )
 
     def rejected(self, *items: str, body: str = "b", tenant: str = "t") -> bool:
         try:
-            self.ledger.check(Watched(tenant, body.encode()), items)
+            self.ledger.check(Watched(tenant, body), items)
         except SuspectedFatal:
             return True
         return False
@@ -83,7 +82,7 @@ def test_deaths_that_lie_far_apart_do_not_add_up() -> None:
 def test_items_processed_without_harm_are_forgotten() -> None:
     deaths = Deaths()
     deaths.die(ONE, "cat")
-    deaths.ledger.record_survival(Watched("t", b"b"), ["cat"], body=False)
+    deaths.ledger.record_survival(Watched("t", "b"), ["cat"], body=False)
 
     assert not deaths.die(OTHER, "cat", body="another")  # the item has one death
     assert deaths.die(THIRD)  # the body has two
@@ -91,7 +90,7 @@ def test_items_processed_without_harm_are_forgotten() -> None:
 
 def test_a_fatal_request_is_suspected_even_if_its_deaths_lie_far_apart() -> None:
     """The ledger forgets the first death, but the request itself does not get a third instance."""
-    deaths, watched = Deaths(), Watched("t", b"b")
+    deaths, watched = Deaths(), Watched("t", "b")
     error = UpstreamDied("it broke", slug="encode_failed", stage="encode")
 
     assert deaths.ledger.final_error(error, ONE, watched) is error
@@ -101,7 +100,7 @@ def test_a_fatal_request_is_suspected_even_if_its_deaths_lie_far_apart() -> None
 
 
 def test_the_deaths_of_a_request_are_counted_over_its_stages() -> None:
-    deaths, watched = Deaths(), Watched("t", b"b")
+    deaths, watched = Deaths(), Watched("t", "b")
     error = UpstreamDied("it broke", slug="encode_failed", stage="encode")
     deaths.ledger.final_error(error, ONE, watched, ["cat"])
     deaths.ledger.final_error(error, ONE, watched, ["dog"])  # the same death
@@ -170,20 +169,20 @@ POISON, OTHER_KIND = 1, 2
 
 
 def in_quarantine(deaths: Deaths, kind: int = POISON, tenant: str = "t") -> bool:
-    return deaths.ledger.is_quarantined(Watched(tenant, b"new", kind=kind))
+    return deaths.ledger.is_quarantined(Watched(tenant, "new", kind=kind))
 
 
 def dies_varied(deaths: Deaths, times: int, every_s: float = 20.0) -> None:
     """Let instances die of different bodies of one kind."""
     for number in range(times):
         deaths.now_s += every_s
-        watched = Watched("t", b"body %d" % number, kind=POISON)
+        watched = Watched("t", f"body {number}", kind=POISON)
         deaths.ledger.final_error(UpstreamDied("it broke", stage="decode"), ONE, watched)
 
 
 def survives(deaths: Deaths, kind: int, times: int = 1) -> None:
     for _ in range(times):
-        deaths.ledger.record_survival(Watched("t", b"b", kind=kind))
+        deaths.ledger.record_survival(Watched("t", "b", kind=kind))
 
 
 def test_the_third_death_of_a_tenant_puts_its_requests_in_quarantine() -> None:
@@ -198,7 +197,7 @@ def test_the_third_death_of_a_tenant_puts_its_requests_in_quarantine() -> None:
 
 
 def test_the_request_of_the_third_death_has_no_second_try() -> None:
-    deaths, watched = Deaths(), Watched("t", b"b", kind=POISON)
+    deaths, watched = Deaths(), Watched("t", "b", kind=POISON)
     dies_varied(deaths, MAX_TENANT_DEATHS - 1)
     error = UpstreamDied("it broke", stage="decode")
 
@@ -242,7 +241,7 @@ def test_a_host_that_ends_all_its_instances_puts_no_proven_kind_in_quarantine() 
     deaths = Deaths()
     survives(deaths, POISON, 1000)
     for number in range(8):
-        watched = Watched("t", b"body %d" % number, kind=POISON)
+        watched = Watched("t", f"body {number}", kind=POISON)
         instance = Instance(Role.DECODE, f"http://d{number}:1")
         deaths.ledger.final_error(UpstreamDied("it broke", stage="decode"), instance, watched)
         assert not watched.is_spent
@@ -253,14 +252,14 @@ def test_a_host_that_ends_all_its_instances_puts_no_proven_kind_in_quarantine() 
 def test_a_later_quarantine_chooses_its_instances_anew() -> None:
     deaths = Deaths()
     dies_varied(deaths, MAX_TENANT_DEATHS)
-    first = Watched("t", b"b", kind=POISON)
+    first = Watched("t", "b", kind=POISON)
     assert deaths.ledger.restrict(first)
     assert first.choose_instance("decode", lambda _: ONE) is ONE
     assert first.pins == {"decode": ONE.url}
     deaths.now_s += REJECT_S - 1  # the first quarantine has ended, and its last death is recent
     dies_varied(deaths, MAX_TENANT_DEATHS)
 
-    second = Watched("t", b"c", kind=POISON)
+    second = Watched("t", "c", kind=POISON)
     assert deaths.ledger.restrict(second)
     assert second.pins == {}
 
