@@ -41,7 +41,7 @@ async def test_the_doctor_finds_nothing_to_mend_in_a_real_fleet(stack: Served) -
     assert [one for one in bad if not one.seen.startswith(unlimited)] == []
     seen = {one.seen for one in findings}
     assert "finds encoder outputs by their key alone" in seen
-    assert "has the entry that an encode instance just wrote" in seen
+    assert "has the entry that an instance just wrote" in seen
     prefills = bool(stack.stack.of_role(Role.PREFILL))
     assert ("hands over its KV cache" in seen) == prefills
     measured = [one for one in findings if one.subject.startswith("KV ")]

@@ -22,8 +22,9 @@ from tests.requests import text
 
 
 @contextmanager
-def observed(stack: Served, report: Path) -> Iterator[tuple[openai.OpenAI, Popen[str]]]:
-    """Run `epd observe` before an engine; yield a client of it, and end it."""
+def observed(stack: Served, report: Path) -> Iterator[tuple[openai.OpenAI, list[str]]]:
+    """Run `epd observe` before an engine; yield a client, and what it prints once it has ended."""
+    printed: list[str] = []
     server, port = str(stack.baseline.base_url).removesuffix("/v1/"), unused_port()
     command = [sys.executable, "-m", "epd", "observe", "--servers-urls", server]
     command += ["--port", str(port), "--report", str(report)]
@@ -33,8 +34,9 @@ def observed(stack: Served, report: Path) -> Iterator[tuple[openai.OpenAI, Popen
             for line in process.stdout:
                 if "Ctrl-C" in line:
                     break
-            yield openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none"), process
+            yield openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none"), printed
             process.send_signal(signal.SIGTERM)
+            printed.append(process.stdout.read())
             assert process.wait(60) == 0
         finally:
             process.kill()
@@ -44,12 +46,11 @@ def test_answers_are_those_of_the_engine_and_repeats_are_counted(
     stack: Served, tmp_path: Path
 ) -> None:
     report = tmp_path / "report.json"
-    with observed(stack, report) as (through, process):
+    with observed(stack, report) as (through, printed):
         for _ in range(2):
             assert whole(stack, through) == whole(stack, stack.baseline)
             assert streamed(stack, through) == streamed(stack, stack.baseline)
-    assert process.stdout is not None
-    assert "75% of the media came again" in process.stdout.read()
+    assert "75% of the media came again" in printed[0]
     counted = json.loads(report.read_text(encoding="utf-8"))
     assert (counted["items"], counted["distinct"]) == (4, 1)
 
