@@ -6,12 +6,12 @@ in the place of the media. A later request with the media would have none, and f
 has lost the entry meanwhile.
 """
 
+import functools
+import logging
 from collections.abc import Collection
 from typing import Any
 
-from vllm.multimodal.cache import LruKeyReplicatedReceiverCache as EngineCache
-
-_update_item = EngineCache.get_and_update_item
+logger = logging.getLogger("vllm.ec_store")
 
 
 def has_media(item: Any, placeholder: Collection[str]) -> bool:
@@ -22,10 +22,25 @@ def has_media(item: Any, placeholder: Collection[str]) -> bool:
 
 def keep_media(placeholder: Collection[str]) -> None:
     """Let the caches of this process keep media. `placeholder` has the fields of metadata."""
+    try:
+        from vllm.multimodal.cache import (  # noqa: PLC0415 - a later release may not have it
+            LruKeyReplicatedReceiverCache as EngineCache,
+        )
 
-    def get_and_update_item(cache: EngineCache, item: Any, name: str) -> Any:
-        if item is not None and not has_media(item, placeholder):
-            return item
-        return _update_item(cache, item, name)
+        update_item: Any = EngineCache.get_and_update_item
+    except (ImportError, AttributeError) as error:
+        logger.warning(
+            "this release of vLLM is not known here (%s): requests fail if the store loses an entry "
+            "and this engine had its media before",
+            error,
+        )
+        return
+    update_item = getattr(update_item, "__wrapped__", update_item)  # of an earlier connector
+
+    @functools.wraps(update_item)
+    def get_and_update_item(self: EngineCache, mm_item: Any, mm_hash: str) -> Any:
+        if mm_item is not None and not has_media(mm_item, placeholder):
+            return mm_item
+        return update_item(self, mm_item, mm_hash)
 
     EngineCache.get_and_update_item = get_and_update_item

@@ -22,7 +22,8 @@ FATAL = re.compile(r"EngineCore (encountered a fatal error|failed to start)\.$")
 """End of the line before the traceback of what ended an engine (`run_engine_core`,
 `vllm/v1/engine/core.py`)."""
 
-TRACEBACK = re.compile(r"\(EngineCore\b[^)]*\) ERROR [^\[]*\[[^\]]*\] (.*)")
+# A data-parallel engine is EngineCore_DP0.
+TRACEBACK = re.compile(r"\(EngineCore[^)]*\) ERROR [^\[]*\[[^\]]*\] (.*)")
 
 
 def end_cause(log: str) -> str | None:

@@ -28,9 +28,16 @@ def write_model(name: str, folder: Path) -> None:
     Another process writes it, which gives back the device's memory when it ends.
 
     Raises:
+        OSError: the folder cannot be made.
         subprocess.CalledProcessError: it failed, and has printed the reason.
     """
     if not (folder / "config.json").is_file():
         folder.parent.mkdir(parents=True, exist_ok=True)
         words = [sys.executable, "-m", "epd.tools.models", name, str(folder)]
-        subprocess.run(words, stdout=sys.stderr, check=True)
+        with subprocess.Popen(words, stdout=sys.stderr) as writer:
+            try:
+                status = writer.wait()
+            finally:
+                writer.terminate()  # it deletes what it has written
+        if status != 0:
+            raise subprocess.CalledProcessError(status, words)

@@ -11,8 +11,10 @@ from pathlib import Path
 import torch
 
 from epd.tools.models import GENERATED
+from epd.tools.up.signals import leave_contexts_on_signals
 
 if __name__ == "__main__":
+    leave_contexts_on_signals()
     name, target = sys.argv[1], Path(sys.argv[2])
     module, _, function = GENERATED[name].partition(".")
     torch.set_default_dtype(torch.bfloat16)

@@ -145,10 +145,18 @@ def _served_model(url: str) -> str | None:
 
 
 def _entry_sizes(model: str) -> EntrySizes | None:
-    path = config_path(model, (), os.environ)
-    config = read_config(path)
-    processor = None if path is None else read_config(path.with_name("preprocessor_config.json"))
-    return None if config is None else entry_sizes(config, processor or {})
+    try:
+        path = config_path(model, (), os.environ)
+        config = read_config(path)
+        if path is None or config is None:
+            return None
+        processor = read_config(path.with_name("preprocessor_config.json"))
+        if processor is None:  # of checkpoints since transformers 5
+            whole = read_config(path.with_name("processor_config.json")) or {}
+            processor = whole.get("image_processor")
+    except OSError:  # a server's name of its model may be no path
+        return None
+    return entry_sizes(config, processor or {})
 
 
 async def _relay(settings: ObserveSettings, counter: Counter) -> None:

@@ -29,6 +29,9 @@ MAX_EDGE = 16384
 """Largest value of a processor's size that is the length of an edge; larger ones are pixels."""
 
 
+MAX_TOKENS = 10**7
+"""Largest number of tokens that a server is believed; no model has so long a context."""
+
 REPORTED = re.compile(rb'"multimodal_tokens":\s?(\{[^{}]*\})')
 """Tokens by modality in the usage of an answer. In a generated text, its quotes are escaped."""
 
@@ -105,7 +108,9 @@ def reported_tokens(answer: bytes) -> Mapping[str, int]:
     if not isinstance(tokens, dict):
         return {}
     return {
-        name: number for name, number in tokens.items() if isinstance(number, int) and number > 0
+        name: number
+        for name, number in tokens.items()
+        if type(number) is int and 0 < number <= MAX_TOKENS
     }
 
 

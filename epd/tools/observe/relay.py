@@ -159,7 +159,7 @@ class Relay:
                 await response.prepare(request)
                 try:
                     async for chunk in reply.content.iter_any():
-                        answer = (answer + chunk)[-ANSWER_BYTES:]
+                        answer = (answer + chunk[-ANSWER_BYTES:])[-ANSWER_BYTES:]
                         await response.write(chunk)
                 except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError):
                     self.failed += 1

@@ -137,14 +137,22 @@ def _help(field: FieldInfo) -> str:
     return f"{field.description} ({field.default})" if shown else f"{field.description}"
 
 
+def _write_model(name: str, folder: Path) -> None:
+    leave_contexts_on_signals()
+    try:
+        write_model(name, folder)
+    except (OSError, subprocess.CalledProcessError) as error:
+        sys.exit(f"epd up: the model {name} cannot be written to {folder}: {error}")
+    except KeyboardInterrupt:
+        sys.exit(f"epd up: stopped while the model {name} was written")
+
+
 def _run(parser: Parser, *, generate: str | None, dry_run: bool, **flags: Any) -> None:
     _warn_of_unknown_variables(parser)
     if generate is not None:
         flags["model"] = str(flags.get("model") or model_folder(generate))
-        try:
-            write_model(generate, Path(flags["model"]))
-        except subprocess.CalledProcessError:  # it has printed the reason
-            sys.exit(f"epd up: the model {generate} cannot be written to {flags['model']}")
+        if not dry_run:
+            _write_model(generate, Path(flags["model"]))
     settings = _settings(parser, flags)
     logs = settings.log_path / time.strftime("%Y%m%d-%H%M%S")
     folder = host_memory.socket_folder(settings.port)

@@ -107,3 +107,8 @@ def test_a_picture_without_limits_has_any_size() -> None:
 
     assert sizes is not None
     assert sizes.most_pixels == math.inf
+
+
+@pytest.mark.parametrize("tokens", [b"9223372036854775807", b"true", b"-1", b"1.5"])
+def test_numbers_of_tokens_that_cannot_be_are_ignored(tokens: bytes) -> None:
+    assert not reported_tokens(b'{"multimodal_tokens": {"image": %b}}' % tokens)
