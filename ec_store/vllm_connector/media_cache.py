@@ -30,8 +30,8 @@ def keep_media(placeholder: Collection[str]) -> None:
         update_item: Any = EngineCache.get_and_update_item
     except (ImportError, AttributeError) as error:
         logger.warning(
-            "this release of vLLM is not known here (%s): requests fail if the store loses an entry "
-            "and this engine had its media before",
+            "this release of vLLM is not known here (%s): requests fail if the store loses an "
+            "entry and this engine had its media before",
             error,
         )
         return

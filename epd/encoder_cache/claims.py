@@ -59,8 +59,8 @@ class Lookup(NamedTuple):
 
     Attributes:
         found: the stored entries; None if the store did not answer.
-        claimed_keys: missing entries that were claimed, for `Claims.give_back`; None if it is
-            unknown whether anyone makes the missing ones, or if none is missing.
+        claimed_keys: missing entries that were claimed, for `Claims.give_back`. None: no entry is
+            missing, or the store did not say whether anyone makes the missing ones.
     """
 
     found: Mapping[EntryKey, EntryInfo] | None

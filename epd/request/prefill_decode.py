@@ -69,10 +69,14 @@ class DecodeAnswer:
     engine_died: bool = False
     claims: ExitStack | None = None
 
-    def close(self, error: BaseException | None) -> None:
-        """Close the answer, and judge its instance by the error."""
+    def end_claims(self, error: BaseException | None = None) -> None:
+        """End the claims of the items that decode encodes; without an error, it stores them."""
         if self.claims is not None:
             self.claims.__exit__(None, error, None)
+
+    def close(self, error: BaseException | None) -> None:
+        """Close the answer, and judge its instance by the error."""
+        self.end_claims(error)
         if self.span is not None:
             self.span.end_span(slug_of(error))
         self.reply.close()

@@ -137,5 +137,4 @@ class StreamRelay:
         self._record.add_first_token(now_s)
         if self._answer.span is not None:
             self._answer.span.event("first_token")
-        if self._answer.claims is not None:  # decode has encoded the items
-            self._answer.claims.close()
+        self._answer.end_claims()  # decode has encoded the items

@@ -34,7 +34,7 @@ class Deaths:
     last_s: dict[str, float] = field(default_factory=dict)
 
     def add(self, instance: Instance, now_s: float) -> bool:
-        """Count a death, unless it is the same one as the instance's last. Return whether it is."""
+        """Count a death; return False if it is the same one as the instance's last."""
         is_new = now_s - self.last_s.get(instance.url, -math.inf) > SAME_DEATH_S
         self.count += is_new
         self.last_s[instance.url] = self.latest_s = now_s
