@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from epd.__main__ import main
-from epd.tools.bench.answer import Answer
+from epd.tools.bench.answer import Answer, read_answer
 from epd.tools.bench.compare.figures import Figures, figures_of
 from epd.tools.bench.compare.processors import CpuTime
 from epd.tools.bench.compare.verdict import verdict
@@ -107,18 +107,65 @@ def test_cpu_time_of_children_is_not_that_of_others() -> None:
     )
 
 
-def test_verdict_says_which_answers_differ() -> None:
-    wrong = {"single": figures(at_once=1, equal=5), "pool": figures(equal=7)}
+def test_verdict_recommends_no_arm_with_other_answers_one_at_a_time() -> None:
+    wrong = {"single": figures(at_once=1, ttft=10.0, equal=5), "pool": figures(equal=7)}
     plain = {"single": figures(at_once=1), "pool": figures()}
-    [alone, at_once] = said(plain=plain, epd=wrong)[-2:]
-    assert alone.startswith("`epd`: 3 of 8 answers differ one at a time: it computes something")
+    [alone, first, *_, at_once] = said(plain=plain, cache=plain, epd=wrong)
+    assert alone.startswith("`epd` cannot be recommended: 3 of 8 answers differ one at a time")
+    assert first.startswith("Run plain vLLM")
     assert at_once.startswith("`epd`: 1 of 8 answers differ at once: the batches differ")
+
+
+def test_verdict_compares_arms_of_a_cut_off_run_over_the_workloads_of_all() -> None:
+    plain = {name: figures() for name in "abc"}
+    cache = {"a": figures(20.0, 50.0), "b": figures(5.0, 200.0)}
+    assert said(plain=plain, cache=cache, epd={"a": figures(15.0, 66.0)}, example={}) == [
+        "`cache` is incomplete: it has 2 of 3 workloads.",
+        "`epd` is incomplete: it has 1 of 3 workloads.",
+        "`example` is incomplete: it has 0 of 3 workloads.",
+        f"Run `cache`: 2.00x of plain vLLM ({MEAN}).",
+        "a: `cache`, 2.00x requests/s, 0.50x TTFT.",
+        "b: `plain`.",
+        "`cache` loses in: b, 0.50x requests/s, 2.00x TTFT.",
+    ]
+
+
+def test_verdict_advises_no_plain_vllm_that_fails_requests() -> None:
+    plain = {"a": figures(), "b": figures(failed=8, requests_per_s=0.0, ttft_ms={})}
+    [failed, advice, *rest] = said(plain=plain, cache={"a": figures(8.0), "b": figures()})
+    assert failed == "`plain` cannot be recommended: 8 of its requests failed."
+    assert advice.startswith("No advice: plain vLLM failed requests, and `cache` is 0.89x of it")
+    assert not any(sentence.startswith("b:") for sentence in rest)
+
+
+def test_verdict_has_no_gain_where_plain_vllm_failed_a_kind_of_request() -> None:
+    plain = {"a": figures(at_once=1, failed=3, ttft_ms={"text": 50.0})}
+    arm = {"a": figures(at_once=1, ttft_ms={"text": 50.0, "picture": 100.0})}
+    assert said(plain=plain, cache=arm)[-1].startswith("No verdict: no other arm can be compared")
+
+
+def test_verdict_advises_the_simpler_of_arms_that_gain_about_as_much() -> None:
+    [first, second] = said(
+        plain={"a": figures()}, cache={"a": figures(15.0, 66.0)}, epd={"a": figures(15.2, 66.0)}
+    )
+    assert first.startswith("Run `cache`: 1.51x")
+    assert second.startswith("a: `cache`")
+
+
+def test_verdict_lists_a_loss_of_one_figure() -> None:
+    said_of = said(plain={"a": figures()}, cache={"a": figures(20.0, 190.0)})
+    assert said_of[-1] == "`cache` loses in: a, 1.90x TTFT."
+
+
+def test_event_that_is_no_part_of_an_answer_is_its_error() -> None:
+    event = {"object": "error", "message": "engine dead"}
+    assert "engine dead" in read_answer([event], "", 0.0).error
 
 
 def test_verdict_needs_plain_vllm() -> None:
     assert said(epd={"pool": figures()})[0].startswith("No verdict: plain vLLM was not measured")
     assert said(plain={"pool": figures()}) == [
-        "No verdict: no other arm answered all of its requests."
+        "No verdict: no other arm can be compared with plain vLLM."
     ]
 
 
