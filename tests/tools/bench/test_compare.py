@@ -3,21 +3,27 @@
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from epd.__main__ import main
 from epd.tools.bench.answer import Answer, read_answer
+from epd.tools.bench.compare import report
+from epd.tools.bench.compare.command import write_results
 from epd.tools.bench.compare.figures import Figures, figures_of
 from epd.tools.bench.compare.processors import CpuTime
+from epd.tools.bench.compare.report import ArmResult, Results
 from epd.tools.bench.compare.verdict import verdict
 from epd.tools.bench.compare.workloads import (
     SCALES,
@@ -312,6 +318,73 @@ def test_a_run_that_is_cut_off_keeps_what_it_measured(tmp_path: Path) -> None:
 def test_a_time_limit_ends_a_run(tmp_path: Path) -> None:
     flags = ["--arms", "plain", "--workloads", "text", "--time-limit", "0.5"]
     assert compare(tmp_path, *flags, behaviour={"1pd": "endless"})["end"]
+
+
+def test_a_time_limit_that_ends_while_an_arm_stops_lets_it_stop(tmp_path: Path) -> None:
+    flags = ["--arms", "plain", "--workloads", "text", "--time-limit", "600"]
+    log = tmp_path / "logs" / "plain.log"
+    with started(tmp_path, *flags, behaviour={"1pd": "lingering"}) as process:
+        while not log.exists() or b"ending" not in log.read_bytes():
+            time.sleep(0.05)
+        process.send_signal(signal.SIGALRM)
+    assert "ended" in log.read_text().splitlines()
+    assert results_in(tmp_path)["end"]
+
+
+def test_arms_that_die_start_cold_or_cut_answers_short_have_failed(tmp_path: Path) -> None:
+    flags = ["--arms", "epd", "cache", "plain", "--workloads", "text", "pool", "text"]
+    behaviour = {"1e1pd": "dying", "1epd": "cold", "1pd": "short"}
+    with started(tmp_path, *flags, behaviour=behaviour) as process:
+        pass
+    assert process.returncode == 1
+    arms = results_in(tmp_path)["arms"]
+    assert list(arms) == ["plain", "cache", "epd"]
+    assert arms["plain"]["workloads"]["text"]["failed"] == 8
+    assert arms["plain"]["workloads"]["text"]["notes"] == ["200: 1 of 8 tokens"]
+    assert not arms["cache"]["workloads"]
+    assert "the first requests failed" in arms["cache"]["error"]
+    assert list(arms["epd"]["workloads"]) == ["text"]
+    assert arms["epd"]["error"].startswith("epd ended with code 3. The end of ")
+
+
+def test_failed_requests_fail_the_command(tmp_path: Path) -> None:
+    flags = ["--arms", "plain", "--workloads", "text"]
+    with started(tmp_path, *flags, behaviour={"1pd": "failing"}) as process:
+        pass
+    assert process.returncode == 1
+    assert results_in(tmp_path)["end"] == ""
+
+
+def test_figures_outlive_a_verdict_that_cannot_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = Results(
+        command=[],
+        started_at=datetime.now(UTC),
+        model="m",
+        scale="small",
+        tolerance=0.05,
+        facts={},
+        arms={"plain": ArmResult([], workloads={"text": figures()})},
+    )
+    monkeypatch.setattr(report, "verdict", Mock(side_effect=KeyError))
+    with pytest.raises(KeyError):
+        write_results(results, tmp_path)
+    assert results_in(tmp_path)["arms"]["plain"]["workloads"]["text"]["asked"] == 8
+    assert results_in(tmp_path)["end"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--time-limit", "-1"], "--time-limit -1.0 is not 0 or more seconds"),
+        (["--time-limit", "nan"], "--time-limit nan is not 0 or more seconds"),
+        (["--gpus", "e=0,pd=0", "--arms", "plain", "e+p+d"], "no device for p, d of arm e"),
+    ],
+)
+def test_flags_that_cannot_be_followed_are_refused(flags: list[str], message: str) -> None:
+    with pytest.raises(SystemExit, match=message):
+        main(["bench", "compare", "--model", "m", *flags])
 
 
 def test_a_model_is_required() -> None:
