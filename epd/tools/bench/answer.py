@@ -76,8 +76,9 @@ def read_answer(events: Iterable[Any], items: str, seconds: float) -> Answer:
     usage: dict[str, int] = {}
     finish = ""
     for event in events:
-        if "error" in event:
-            return Answer(500, error=str(event["error"])[:200], items=items, seconds=seconds)
+        if "error" in event or "choices" not in event:
+            error = str(event.get("error", event))[:200]
+            return Answer(500, error=error, items=items, seconds=seconds)
         usage = event.get("usage") or usage
         for choice in event["choices"]:
             finish = choice.get("finish_reason") or finish

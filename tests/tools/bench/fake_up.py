@@ -1,8 +1,9 @@
 """Fake `epd up`, or example proxy: one server that answers as an engine does.
 
 An answer depends on the request. The variable FAKE_UP has its behaviour, by topology: `slow`, which
-takes 0.1 s longer, `strange`, which answers something else, `failing`, `endless`, which answers
-nothing, or `broken`, which does not start.
+takes 0.1 s longer, `strange`, which answers something else, `failing`, `short`, which answers with
+one token, `cold`, which fails warm-ups, `dying`, which ends, `endless`, which answers nothing,
+`lingering`, which ends late, or `broken`, which does not start.
 """
 
 import argparse
@@ -32,9 +33,13 @@ class Handler(BaseHTTPRequestHandler):
             time.sleep(600)
         asked = json.loads(body)
         warm_up = "warm-up" in json.dumps(asked["messages"])[:100]
-        failing = self.behaviour == "failing" and not warm_up
+        failing = self.behaviour == ("cold" if warm_up else "failing")
+        if self.behaviour == "dying" and not warm_up:
+            os._exit(3)
         salt = b"strange" if self.behaviour == "strange" else b""
         letters = hashlib.sha256(body + salt).hexdigest()[: asked["max_tokens"]]
+        if self.behaviour == "short" and not warm_up:
+            letters = letters[:1]
         events = [
             {"choices": [{"logprobs": {"content": [{"token": letter, "logprob": -1.0}]}}]}
             for letter in letters
@@ -66,7 +71,14 @@ def main() -> None:
     Handler.behaviour, Handler.has_store = behaviour, args.topology != "1pd"
     server = ThreadingHTTPServer(("127.0.0.1", args.port), Handler)
     url = f"http://127.0.0.1:{server.server_port}"
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+
+    def end(*_: object) -> None:
+        print("ending", flush=True)
+        time.sleep(3 if behaviour == "lingering" else 0)
+        print("ended", flush=True)
+        sys.exit()
+
+    signal.signal(signal.SIGTERM, end)
     print(f"starting encode-8200: {url}/e, log in x")
     print(f"starting prefill-decode-8400: {url}, log in x\n\nready: {url}", flush=True)
     server.serve_forever()

@@ -3,21 +3,27 @@
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from epd.__main__ import main
-from epd.tools.bench.answer import Answer
+from epd.tools.bench.answer import Answer, read_answer
+from epd.tools.bench.compare import report
+from epd.tools.bench.compare.command import write_results
 from epd.tools.bench.compare.figures import Figures, figures_of
 from epd.tools.bench.compare.processors import CpuTime
+from epd.tools.bench.compare.report import ArmResult, Results
 from epd.tools.bench.compare.verdict import verdict
 from epd.tools.bench.compare.workloads import (
     SCALES,
@@ -107,18 +113,65 @@ def test_cpu_time_of_children_is_not_that_of_others() -> None:
     )
 
 
-def test_verdict_says_which_answers_differ() -> None:
-    wrong = {"single": figures(at_once=1, equal=5), "pool": figures(equal=7)}
+def test_verdict_recommends_no_arm_with_other_answers_one_at_a_time() -> None:
+    wrong = {"single": figures(at_once=1, ttft=10.0, equal=5), "pool": figures(equal=7)}
     plain = {"single": figures(at_once=1), "pool": figures()}
-    [alone, at_once] = said(plain=plain, epd=wrong)[-2:]
-    assert alone.startswith("`epd`: 3 of 8 answers differ one at a time: it computes something")
+    [alone, first, *_, at_once] = said(plain=plain, cache=plain, epd=wrong)
+    assert alone.startswith("`epd` cannot be recommended: 3 of 8 answers differ one at a time")
+    assert first.startswith("Run plain vLLM")
     assert at_once.startswith("`epd`: 1 of 8 answers differ at once: the batches differ")
+
+
+def test_verdict_compares_arms_of_a_cut_off_run_over_the_workloads_of_all() -> None:
+    plain = {name: figures() for name in "abc"}
+    cache = {"a": figures(20.0, 50.0), "b": figures(5.0, 200.0)}
+    assert said(plain=plain, cache=cache, epd={"a": figures(15.0, 66.0)}, example={}) == [
+        "`cache` is incomplete: it has 2 of 3 workloads.",
+        "`epd` is incomplete: it has 1 of 3 workloads.",
+        "`example` is incomplete: it has 0 of 3 workloads.",
+        f"Run `cache`: 2.00x of plain vLLM ({MEAN}).",
+        "a: `cache`, 2.00x requests/s, 0.50x TTFT.",
+        "b: `plain`.",
+        "`cache` loses in: b, 0.50x requests/s, 2.00x TTFT.",
+    ]
+
+
+def test_verdict_advises_no_plain_vllm_that_fails_requests() -> None:
+    plain = {"a": figures(), "b": figures(failed=8, requests_per_s=0.0, ttft_ms={})}
+    [failed, advice, *rest] = said(plain=plain, cache={"a": figures(8.0), "b": figures()})
+    assert failed == "`plain` cannot be recommended: 8 of its requests failed."
+    assert advice.startswith("No advice: plain vLLM failed requests, and `cache` is 0.89x of it")
+    assert not any(sentence.startswith("b:") for sentence in rest)
+
+
+def test_verdict_has_no_gain_where_plain_vllm_failed_a_kind_of_request() -> None:
+    plain = {"a": figures(at_once=1, failed=3, ttft_ms={"text": 50.0})}
+    arm = {"a": figures(at_once=1, ttft_ms={"text": 50.0, "picture": 100.0})}
+    assert said(plain=plain, cache=arm)[-1].startswith("No verdict: no other arm can be compared")
+
+
+def test_verdict_advises_the_simpler_of_arms_that_gain_about_as_much() -> None:
+    [first, second] = said(
+        plain={"a": figures()}, cache={"a": figures(15.0, 66.0)}, epd={"a": figures(15.2, 66.0)}
+    )
+    assert first.startswith("Run `cache`: 1.51x")
+    assert second.startswith("a: `cache`")
+
+
+def test_verdict_lists_a_loss_of_one_figure() -> None:
+    said_of = said(plain={"a": figures()}, cache={"a": figures(20.0, 190.0)})
+    assert said_of[-1] == "`cache` loses in: a, 1.90x TTFT."
+
+
+def test_event_that_is_no_part_of_an_answer_is_its_error() -> None:
+    event = {"object": "error", "message": "engine dead"}
+    assert "engine dead" in read_answer([event], "", 0.0).error
 
 
 def test_verdict_needs_plain_vllm() -> None:
     assert said(epd={"pool": figures()})[0].startswith("No verdict: plain vLLM was not measured")
     assert said(plain={"pool": figures()}) == [
-        "No verdict: no other arm answered all of its requests."
+        "No verdict: no other arm can be compared with plain vLLM."
     ]
 
 
@@ -265,6 +318,73 @@ def test_a_run_that_is_cut_off_keeps_what_it_measured(tmp_path: Path) -> None:
 def test_a_time_limit_ends_a_run(tmp_path: Path) -> None:
     flags = ["--arms", "plain", "--workloads", "text", "--time-limit", "0.5"]
     assert compare(tmp_path, *flags, behaviour={"1pd": "endless"})["end"]
+
+
+def test_a_time_limit_that_ends_while_an_arm_stops_lets_it_stop(tmp_path: Path) -> None:
+    flags = ["--arms", "plain", "--workloads", "text", "--time-limit", "600"]
+    log = tmp_path / "logs" / "plain.log"
+    with started(tmp_path, *flags, behaviour={"1pd": "lingering"}) as process:
+        while not log.exists() or b"ending" not in log.read_bytes():
+            time.sleep(0.05)
+        process.send_signal(signal.SIGALRM)
+    assert "ended" in log.read_text().splitlines()
+    assert results_in(tmp_path)["end"]
+
+
+def test_arms_that_die_start_cold_or_cut_answers_short_have_failed(tmp_path: Path) -> None:
+    flags = ["--arms", "epd", "cache", "plain", "--workloads", "text", "pool", "text"]
+    behaviour = {"1e1pd": "dying", "1epd": "cold", "1pd": "short"}
+    with started(tmp_path, *flags, behaviour=behaviour) as process:
+        pass
+    assert process.returncode == 1
+    arms = results_in(tmp_path)["arms"]
+    assert list(arms) == ["plain", "cache", "epd"]
+    assert arms["plain"]["workloads"]["text"]["failed"] == 8
+    assert arms["plain"]["workloads"]["text"]["notes"] == ["200: 1 of 8 tokens"]
+    assert not arms["cache"]["workloads"]
+    assert "the first requests failed" in arms["cache"]["error"]
+    assert list(arms["epd"]["workloads"]) == ["text"]
+    assert arms["epd"]["error"].startswith("epd ended with code 3. The end of ")
+
+
+def test_failed_requests_fail_the_command(tmp_path: Path) -> None:
+    flags = ["--arms", "plain", "--workloads", "text"]
+    with started(tmp_path, *flags, behaviour={"1pd": "failing"}) as process:
+        pass
+    assert process.returncode == 1
+    assert results_in(tmp_path)["end"] == ""
+
+
+def test_figures_outlive_a_verdict_that_cannot_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = Results(
+        command=[],
+        started_at=datetime.now(UTC),
+        model="m",
+        scale="small",
+        tolerance=0.05,
+        facts={},
+        arms={"plain": ArmResult([], workloads={"text": figures()})},
+    )
+    monkeypatch.setattr(report, "verdict", Mock(side_effect=KeyError))
+    with pytest.raises(KeyError):
+        write_results(results, tmp_path)
+    assert results_in(tmp_path)["arms"]["plain"]["workloads"]["text"]["asked"] == 8
+    assert results_in(tmp_path)["end"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--time-limit", "-1"], "--time-limit -1.0 is not 0 or more seconds"),
+        (["--time-limit", "nan"], "--time-limit nan is not 0 or more seconds"),
+        (["--gpus", "e=0,pd=0", "--arms", "plain", "e+p+d"], "no device for p, d of arm e"),
+    ],
+)
+def test_flags_that_cannot_be_followed_are_refused(flags: list[str], message: str) -> None:
+    with pytest.raises(SystemExit, match=message):
+        main(["bench", "compare", "--model", "m", *flags])
 
 
 def test_a_model_is_required() -> None:

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from types import MappingProxyType
 
 from epd.tools.bench.compare.load import MODEL
 from epd.tools.bench.compare.verdict import PLAIN
-from epd.tools.up.devices import LETTERS
+from epd.tools.up.devices import LETTERS, parse_gpus
 from epd.tools.up.process import STOP_TIMEOUT_S, Process, stop, wait_until_ready
 from epd.tools.up.settings import Topology
 from epd.tools.up.stack import FRONT_STOP_TIMEOUT_S, STORE_STOP_TIMEOUT_S
@@ -28,6 +29,7 @@ ARMS: Mapping[str, str] = MappingProxyType(
 """Topologies by arm. `plain` is the engine of 1pd: its requests bypass the proxy. `example` has the
 engines of 1e1pd with another connector, behind vLLM's example proxy."""
 _LONGEST_STOP_S = FRONT_STOP_TIMEOUT_S + STOP_TIMEOUT_S + STORE_STOP_TIMEOUT_S + 5
+_PROXY_READY_S = 60.0
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - files of the example connector
 _READY = re.compile(r"^ready: (\S+)", re.MULTILINE)
 _ENGINE = re.compile(r"^starting prefill-decode-\S+: (\S+),", re.MULTILINE)
@@ -54,13 +56,14 @@ def running(  # noqa: PLR0913, PLR0917 - all that an arm consists of
     folder: Path,
     example: Path | None,
     report: Callable[[str], None],
-) -> Iterator[str]:
-    """Start an arm, yield the URL to ask, and stop it.
+) -> Iterator[tuple[str, Sequence[Process]]]:
+    """Start an arm, yield the URL to ask and its processes, and stop it.
 
     Its output is in the folder. `flags` are those of `epd up`; `example` is vLLM's example proxy.
 
     Raises:
         ProcessDied: it did not start; the message has the end of its output.
+        TimeoutError: vLLM's example proxy was not ready in time.
     """
     with ExitStack() as stack:
         if arm == EXAMPLE:
@@ -72,7 +75,8 @@ def running(  # noqa: PLR0913, PLR0917 - all that an arm consists of
             *("--topology", ARMS[arm], "--log-path", str(folder / arm), *flags),
         )
         up = _Up(arm, "", words, {}, _new_log(folder, arm))
-        stack.callback(stop, ([up], _LONGEST_STOP_S))
+        processes: list[Process] = [up]
+        stack.callback(_stop, up, _LONGEST_STOP_S)
         wait_until_ready([up], inf, report)
         url = up.url_in(_ENGINE if arm == PLAIN else _READY)
         if arm == EXAMPLE:
@@ -83,9 +87,19 @@ def running(  # noqa: PLR0913, PLR0917 - all that an arm consists of
                 *("--decode-servers-urls", up.url_in(_ENGINE)),
             )
             proxy = Process("example-proxy", url, command, {}, _new_log(folder, "example-proxy"))
-            stack.callback(stop, ([proxy], FRONT_STOP_TIMEOUT_S))
-            wait_until_ready([proxy], inf, report)
-        yield url
+            processes.append(proxy)
+            stack.callback(_stop, proxy, FRONT_STOP_TIMEOUT_S)
+            wait_until_ready(processes, _PROXY_READY_S, report)
+        yield url, processes
+
+
+def _stop(process: Process, timeout_s: float) -> None:
+    """Stop a process. A time limit that ends meanwhile waits: it is not a second Ctrl-C."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
+    try:
+        stop(([process], timeout_s))
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
 
 
 def _new_log(folder: Path, name: str) -> Path:
@@ -120,6 +134,13 @@ def _example_flags(flags: Sequence[str], shared: str) -> Iterator[str]:
 def has_store(arm: str) -> bool:
     """Return whether the fleet of an arm has a store, and a proxy that reports its hits."""
     return arm != EXAMPLE and Topology.parse(ARMS[arm]).uses_store
+
+
+def stages_without_gpus(arm: str, gpus: str) -> Sequence[str]:
+    """Return the stages of an arm that no device is named for."""
+    named = parse_gpus(gpus)
+    roles = Topology.parse(ARMS[arm]).roles
+    return [letters for letters, role in LETTERS.items() if role in roles and role not in named]
 
 
 def gpus_of(arm: str, gpus: str) -> Sequence[str]:

@@ -8,12 +8,20 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from epd.parser import Commands
 from epd.tools.bench.answer import TOLERANCES, Answer
-from epd.tools.bench.compare.arms import ARMS, EXAMPLE, gpus_of, has_store, running
+from epd.tools.bench.compare.arms import (
+    ARMS,
+    EXAMPLE,
+    gpus_of,
+    has_store,
+    running,
+    stages_without_gpus,
+)
 from epd.tools.bench.compare.figures import figures_of
 from epd.tools.bench.compare.load import run_workload, warm_up
 from epd.tools.bench.compare.processors import CpuTime
@@ -21,7 +29,6 @@ from epd.tools.bench.compare.report import ArmResult, Results, facts
 from epd.tools.bench.compare.verdict import PLAIN
 from epd.tools.bench.compare.workloads import SCALES, WORKLOADS, Scale, Workload, warm_ups
 from epd.tools.models import GENERATED, model_folder, write_model
-from epd.tools.up.devices import parse_gpus
 from epd.tools.up.process import ProcessDied
 from epd.tools.up.signals import leave_contexts_on_signals
 
@@ -93,7 +100,7 @@ def _add_flags(add: Callable[..., Any]) -> None:
         type=float,
         default=0.0,
         metavar="SECONDS",
-        help="stop all servers after this time, and keep what was measured",
+        help="stop all servers after this time, and keep what was measured (default: 0, no limit)",
     )
     add(
         "--tolerance",
@@ -121,17 +128,17 @@ def _run(  # noqa: PLR0913 - the command's flags
 ) -> None:
     if model is None and generate is None:
         sys.exit("epd bench compare: --model or --generate is required")
-    if gpus is not None:
-        try:
-            parse_gpus(gpus)
-        except ValueError as error:
-            sys.exit(f"epd bench compare: --gpus {error}")
     if EXAMPLE in arms and (example is None or not example.is_file()):
         sys.exit("epd bench compare: --arms example needs --example FILE")
+    if not 0 <= time_limit < inf:
+        sys.exit(f"epd bench compare: --time-limit {time_limit} is not 0 or more seconds")
+    if gpus is not None:
+        _check_gpus(arms, gpus)
+    arms = [arm for arm in ARMS if arm in arms]
+    workloads = [*dict.fromkeys(workloads)]
     leave_contexts_on_signals()
     # The alarm is an interrupt: every context then stops its servers.
     signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
-    signal.setitimer(signal.ITIMER_REAL, time_limit)
     folder = Path(model) if model else model_folder(generate or "")
     results = Results(
         command=["epd", *sys.argv[1:]],
@@ -141,6 +148,7 @@ def _run(  # noqa: PLR0913 - the command's flags
         tolerance=tolerance,
         facts=facts(),
     )
+    signal.setitimer(signal.ITIMER_REAL, time_limit)
     try:
         out.mkdir(parents=True, exist_ok=True)
         if generate is not None:
@@ -155,15 +163,28 @@ def _run(  # noqa: PLR0913 - the command's flags
             example,
             out,
         )
+        results.end = ""
     except (OSError, subprocess.CalledProcessError) as error:
         sys.exit(f"epd bench compare: {error}")
     except KeyboardInterrupt:
         results.end = "the time limit, or a signal"
+    signal.setitimer(signal.ITIMER_REAL, 0)
     with suppress(KeyboardInterrupt):
-        _write(results, out)
+        write_results(results, out)
     print(results.markdown())
-    if results.end or any(arm.error for arm in results.arms.values()):
+    if results.end or results.has_failures():
         sys.exit(1)
+
+
+def _check_gpus(arms: Sequence[str], gpus: str) -> None:
+    for arm in arms:
+        try:
+            stages = stages_without_gpus(arm, gpus)
+        except ValueError as error:
+            sys.exit(f"epd bench compare: --gpus {error}")
+        if stages:
+            missing = ", ".join(stages)
+            sys.exit(f"epd bench compare: --gpus names no device for {missing} of arm {arm}")
 
 
 def _compare(  # noqa: PLR0913, PLR0917 - all that a comparison consists of
@@ -183,60 +204,67 @@ def _compare(  # noqa: PLR0913, PLR0917 - all that a comparison consists of
         result = results.arms[name] = ArmResult(flags)
         started_s = time.monotonic()
         try:
-            with running(name, model, flags, out / "logs", example, _say) as url:
+            with running(name, model, flags, out / "logs", example, _say) as (url, processes):
                 result.ready_s = time.monotonic() - started_s
                 warned = asyncio.run(warm_up(url, warm_ups(scale), has_store=has_store(name)))
                 if warned:
                     result.error = warned
                     _say(f"{name}: {warned}")
-                _measure(results, name, url, workloads, expected, out)
-        except ProcessDied as error:
+                    continue
+                for workload in workloads:
+                    _measure(results, name, url, workload, expected)
+                    write_results(results, out)
+                    for process in processes:
+                        process.check_alive()
+        except (ProcessDied, TimeoutError) as error:
             result.error = str(error)
             _say(str(error))
-        _write(results, out)
+        finally:
+            write_results(results, out)
 
 
-def _measure(  # noqa: PLR0913, PLR0917 - all that a measurement depends on
+def _measure(
     results: Results,
     arm: str,
     url: str,
-    workloads: Sequence[Workload],
+    workload: Workload,
     expected: dict[str, Sequence[Answer]],
-    out: Path,
 ) -> None:
-    """Measure the workloads of an arm; the first arm's answers become the expected ones."""
+    """Measure a workload of an arm; the first arm's answers become the expected ones."""
     is_first = arm == next(iter(results.arms))
-    for workload in workloads:
-        before = CpuTime.now()
-        answers, took_s = asyncio.run(run_workload(url, workload))
-        others = CpuTime.now().others_share(before, took_s)
-        if is_first:
-            expected[workload.name] = answers
-        figures = figures_of(
-            workload,
-            answers,
-            took_s,
-            others,
-            None if is_first else expected.get(workload.name),
-            results.tolerance,
-        )
-        results.arms[arm].workloads[workload.name] = figures
-        _say(
-            f"{arm}, {workload.name}: {took_s:.1f} s, {figures.requests_per_s:.2f} requests/s, "
-            f"TTFT p50 {figures.ttft_p50_ms:.0f} ms, {figures.failed} of {figures.asked} failed, "
-            f"{figures.equal} of {figures.compared} answers equal"
-        )
-        _write(results, out)
+    before = CpuTime.now()
+    answers, took_s = asyncio.run(run_workload(url, workload))
+    others = CpuTime.now().others_share(before, took_s)
+    if is_first:
+        expected[workload.name] = answers
+    figures = figures_of(
+        workload,
+        answers,
+        took_s,
+        others,
+        None if is_first else expected.get(workload.name),
+        results.tolerance,
+    )
+    results.arms[arm].workloads[workload.name] = figures
+    _say(
+        f"{arm}, {workload.name}: {took_s:.1f} s, {figures.requests_per_s:.2f} requests/s, "
+        f"TTFT p50 {figures.ttft_p50_ms:.0f} ms, {figures.failed} of {figures.asked} failed, "
+        f"{figures.equal} of {figures.compared} answers equal"
+    )
 
 
-def _write(results: Results, out: Path) -> None:
-    for name, content in (
-        ("results.json", results.json()),
-        ("report.md", results.markdown().encode()),
-    ):
-        staging = out / f".{name}"
-        staging.write_bytes(content)
-        staging.replace(out / name)
+def write_results(results: Results, out: Path) -> None:
+    """Write the figures, and then what is concluded from them."""
+    _replace(out / "results.json", results.json())
+    results.conclude()
+    _replace(out / "results.json", results.json())
+    _replace(out / "report.md", results.markdown().encode())
+
+
+def _replace(path: Path, content: bytes) -> None:
+    staging = path.with_name(f".{path.name}")
+    staging.write_bytes(content)
+    staging.replace(path)
 
 
 def _say(line: str) -> None:

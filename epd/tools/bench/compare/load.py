@@ -79,6 +79,9 @@ async def _ask(session: aiohttp.ClientSession, url: str, question: Question) -> 
                 events += read_events(line)
                 if not first_s and b'"logprob":' in line:
                     first_s = time.perf_counter() - started_s
-            return read_answer(events, reply.headers.get("x-epd-items", ""), first_s)
+            answer = read_answer(events, reply.headers.get("x-epd-items", ""), first_s)
+            if not answer.error and len(answer.tokens) < question.tokens:
+                return Answer(200, error=f"{len(answer.tokens)} of {question.tokens} tokens")
+            return answer
     except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError) as error:
         return Answer(0, error=f"{type(error).__name__}: {error}")

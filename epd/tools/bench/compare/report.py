@@ -34,7 +34,7 @@ class Results:
     """Results so far.
 
     Attributes:
-        end: what cut the run off; empty: it is complete, or still runs.
+        end: what cut the run off; empty: it is complete.
         tolerance: largest difference of log-probabilities of answers that count as equal.
     """
 
@@ -45,13 +45,19 @@ class Results:
     tolerance: float
     facts: Mapping[str, Any]
     arms: dict[str, ArmResult] = field(default_factory=dict)
-    end: str = ""
+    verdict: Sequence[str] = ()
+    end: str = "not all arms are measured"
 
-    def verdict(self) -> Sequence[str]:
-        return [*verdict({name: arm.workloads for name, arm in self.arms.items()})]
+    def conclude(self) -> None:
+        """Set the verdict to that of the results so far."""
+        self.verdict = [*verdict({name: arm.workloads for name, arm in self.arms.items()})]
+
+    def has_failures(self) -> bool:
+        arms = self.arms.values()
+        return any(arm.error or any(each.failed for each in arm.workloads.values()) for arm in arms)
 
     def json(self) -> bytes:
-        content = {"kind": "compare", **asdict(self), "verdict": self.verdict()}
+        content = {"kind": "compare", **asdict(self)}
         return orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
 
     def markdown(self) -> str:
@@ -80,7 +86,7 @@ def _report(results: Results) -> Iterator[str]:
     if results.end:
         yield f"**Cut off: {results.end}. What was measured before is below.**"
         yield ""
-    for sentence in results.verdict():
+    for sentence in results.verdict:
         yield f"- {sentence}"
     for name, arm in results.arms.items():
         if arm.error:
