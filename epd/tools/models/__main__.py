@@ -3,6 +3,7 @@
 The weights are drawn on a GPU if PyTorch finds one. Those of `qwen2.5-vl-7b` take 16.6 GB.
 """
 
+import signal
 import sys
 import tempfile
 from importlib import import_module
@@ -11,10 +12,9 @@ from pathlib import Path
 import torch
 
 from epd.tools.models import GENERATED
-from epd.tools.up.signals import leave_contexts_on_signals
 
 if __name__ == "__main__":
-    leave_contexts_on_signals()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # contexts delete what they wrote
     name, target = sys.argv[1], Path(sys.argv[2])
     module, _, function = GENERATED[name].partition(".")
     torch.set_default_dtype(torch.bfloat16)
