@@ -151,8 +151,7 @@ def _run(parser: Parser, *, generate: str | None, dry_run: bool, **flags: Any) -
     _warn_of_unknown_variables(parser)
     if generate is not None:
         flags["model"] = str(flags.get("model") or model_folder(generate))
-        if not dry_run:
-            _write_model(generate, Path(flags["model"]))
+        _write_model(generate, Path(flags["model"]))
     settings = _settings(parser, flags)
     logs = settings.log_path / time.strftime("%Y%m%d-%H%M%S")
     folder = host_memory.socket_folder(settings.port)
