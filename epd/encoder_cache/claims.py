@@ -232,8 +232,9 @@ class Claims:
         delays_s = iter(POLL_S)
         while True:
             lookup = await self.look_up([key], patient=True)
-            if lookup.claimed_keys is None:
-                return (lookup.found or {}).get(key)
+            entry = (lookup.found or {}).get(key)
+            if entry is not None or lookup.claimed_keys is None:
+                return entry
             if self.is_free(key):
                 return "free"
             await asyncio.sleep(next(delays_s, POLL_S[-1]))
