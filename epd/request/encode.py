@@ -163,7 +163,7 @@ class Encoder:
             free = [claim for key in shared if (claim := claims.take(key)) is not None]
             for claim in free:
                 consumer_claims.enter_context(claim)
-            waits = not free and len(shared) == len(keys)
+            waits = not (free or job.repeated) and len(shared) == len(keys)
         # Half of the time is left for items that must be encoded by a request of their own.
         until_s = clock() + min(claims.consumer_wait_s, job.left_s / 2)
         for pending in missing:

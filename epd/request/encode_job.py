@@ -30,6 +30,8 @@ class EncodeJob:
         consumer_reservation: reservation of the instance that gets the outputs, if chosen early.
         namespace: namespace of the consumer, if known.
         reencode: whether to ignore stored outputs, because a consumer could not load them.
+        repeated: whether the items were encoded for an earlier attempt, whose claims the request
+            still has: it waits for no other request's consumer, which might wait for it.
         retries: number of further tries that are left.
     """
 
@@ -38,6 +40,7 @@ class EncodeJob:
     consumer_reservation: Reservation | None = None
     namespace: str | None = None
     reencode: bool = False
+    repeated: bool = False
     retries: int = MAX_RETRIES
     _started_s: float = field(default_factory=time.monotonic)
 

@@ -199,7 +199,8 @@ class Pipeline:
         if not request.items or (usable and target.namespace == attempt.namespace):
             return None
         consumer, namespace = target.consumer, target.namespace
-        return EncodeJob(request, attempt.course, consumer, namespace, attempt.reencode)
+        repeated = attempt.encoded_items is not None
+        return EncodeJob(request, attempt.course, consumer, namespace, attempt.reencode, repeated)
 
     async def _remember_names(self, request: Request, encoded_items: Sequence[EncodedItem]) -> None:
         named = [known for known in encoded_items if known.item.uuid is not None]
