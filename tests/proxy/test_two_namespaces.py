@@ -1,0 +1,66 @@
+"""Servers that write to two namespaces, as during an update of a model's encoder."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from ec_store import Store
+from epd.routing.recent_items import RecentItems
+from tests.requests import image, png, request, text
+from tests.support.backed import BUDGET_S, Both, items_of
+from tests.support.fake_instance import refuses
+from tests.support.fleet import Launch, until
+
+NAMESPACES = ("m@0:old", "m@0:new")
+PICTURE = image(png(100, 101))
+
+
+class Server(Both):
+    """Server that names its namespace, and refuses its first request once `go` is set."""
+
+    def __init__(self, store: Store, path: Path, namespace: str, go: asyncio.Event) -> None:
+        super().__init__(store, path, namespace)
+        self._namespace, self._go = namespace, go
+        self.scrapes = self.asked = 0
+
+    async def metrics(self) -> web.Response:
+        self.scrapes += 1
+        labels = f'engine="0",model_name="m",namespace="{self._namespace}"'
+        producer = 'vllm:ec_store_producer{engine="0",model_name="m"} 1.0'
+        return web.Response(
+            text=f"# HELP\nvllm:ec_store_namespace_info{{{labels}}} 1.0\n{producer}\n"
+        )
+
+    async def chat(self, http: web.Request, body: dict[str, object]) -> web.StreamResponse:
+        self.asked += 1
+        if self.asked == 1:
+            await self._go.wait()
+            return await refuses(503)(http, body)
+        return await self.decodes(http, body)
+
+
+async def test_requests_that_encode_again_do_not_wait_for_each_other(
+    launch: Launch, store: Store, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each still has the claim that the other one needs."""
+    # Both would go to the server that has had the picture.
+    monkeypatch.setattr(RecentItems, "nearest_url", lambda *_: None)
+    store.register_namespace("m", NAMESPACES[1])
+    go = asyncio.Event()
+    both = [Server(store, tmp_path / "store", name, go) for name in NAMESPACES]
+    async with launch(
+        servers=2, load_interval_s=0.05, ec_store=url, ec_store_budget_s=BUDGET_S
+    ) as fleet:
+        for instance, server in zip(fleet.decode, both, strict=True):
+            instance.metrics, instance.chat = server.metrics, server.chat
+        await until(lambda: all(server.scrapes > 1 for server in both))
+        asked = []
+        for _ in both:
+            asked.append(asyncio.create_task(items_of(fleet, request(text(), PICTURE))))
+            await until(lambda: sum(server.asked for server in both) == len(asked))
+        go.set()
+        async with asyncio.timeout(4):  # less than the wait for another request's consumer
+            assert await asyncio.gather(*asked) == [{"local": 1}] * 2
+    assert [server.asked for server in both] == [2, 2]
