@@ -30,8 +30,8 @@ class EncodeJob:
         consumer_reservation: reservation of the instance that gets the outputs, if chosen early.
         namespace: namespace of the consumer, if known.
         reencode: whether to ignore stored outputs, because a consumer could not load them.
-        repeated: whether the items were encoded for an earlier attempt, whose claims the request
-            still has: it waits for no other request's consumer, which might wait for it.
+        repeated: whether the items were encoded for an earlier attempt. The request still has the
+            claims of that attempt, so it must not wait for a request that may need them.
         retries: number of further tries that are left.
     """
 
