@@ -18,7 +18,7 @@ from epd.media.forward_proxy import ProxyInvalid, forward_proxies
 from epd.observe.tracing import TracesUnavailable, check_tracing
 from epd.parser import Commands, Parser
 from epd.tenants import KeysInvalid
-from epd.transfer.registry import KV_TRANSFERS
+from epd.transfer.registry import load_kv_transfer
 
 
 def add_parser(commands: Commands) -> None:
@@ -63,7 +63,7 @@ def unusable_files(config: ProxyConfig) -> Iterator[str]:
     yield from _problems(lambda: server_context(config))
     yield from _problems(lambda: upstream_context(config.upstream_ca_file))
     if (instances := config.instances_file) is not None:
-        transfer = KV_TRANSFERS[config.kv_transfer]()
+        transfer = load_kv_transfer(config.kv_transfer)
         yield from _problems(
             lambda: check_file(instances, transfer), f"--instances-file {instances}: "
         )

@@ -21,6 +21,7 @@ from epd.routing.urls import (
     zmq_address,
 )
 from epd.tenants import KEY, NAME
+from epd.transfer.registry import load_ec_transfer, load_kv_transfer
 
 NO_INSTANCES = frozenset({"", "disable", "none"})
 """Spellings of an empty URL list, as in vLLM's `disagg_epd_proxy.py`."""
@@ -146,6 +147,14 @@ def _if_set(check: Callable[[Any], object]) -> AfterValidator:
     return AfterValidator(lambda value: None if value is None else check(value))
 
 
+def _loadable(load: Callable[[str], object]) -> AfterValidator:
+    def check(name: str) -> str:
+        load(name)
+        return name
+
+    return AfterValidator(check)
+
+
 _OR_NONE = BeforeValidator(lambda value: value or None)
 _URL_OR_NONE = BeforeValidator(lambda url: None if url in NO_INSTANCES else url)
 _STORE_OR_NONE = BeforeValidator(lambda url: None if url in {*NO_INSTANCES, "memory"} else url)
@@ -154,6 +163,8 @@ KeySecret = Annotated[SecretStr | None, _OR_NONE, _if_set(_check_secret)]
 AdminKey = Annotated[SecretStr | None, _OR_NONE, _if_set(_check_admin_key)]
 Secret = Annotated[SecretStr | None, _OR_NONE]
 DnsServer = Annotated[str | None, _OR_NONE, _if_set(_check_name_server)]
+KVTransferName = Annotated[str, _loadable(load_kv_transfer)]
+ECTransferName = Annotated[str, _loadable(load_ec_transfer)]
 StoreUrl = Annotated[str | None, _URL_OR_NONE, _if_set(check_url)]
 EndpointUrl = Annotated[str | None, _URL_OR_NONE, _if_set(base_url)]
 RegistrationStore = Annotated[str | None, _URL_OR_NONE, _if_set(registration_store_url)]

@@ -118,7 +118,7 @@ METAVARS: Mapping[str, tuple[str, ...]] = {
     "URLS": ("_urls",),
     "URL": ("_url", "_store", "_endpoint"),
     "POLICIES": ("policies",),
-    "NAME": ("_header",),
+    "NAME": ("_header", "_transfer"),
     "ADDRESSES": ("_addrs",),
     "HOST:PORT": ("discover_encode", "discover_prefill", "discover_decode", "_prefill_decode"),
     "ADDRESS": ("_server", "host"),

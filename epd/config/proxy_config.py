@@ -10,7 +10,7 @@ from epd.config.sections import ConfigFields
 from epd.config.sections.instances import ENCODE_SOURCES
 from epd.policies.registry import Policies, make_policies
 from epd.routing.instances import ANSWERING, Role
-from epd.transfer.registry import EC_TRANSFERS, KV_TRANSFERS
+from epd.transfer.registry import KV_TRANSFERS, load_ec_transfer, load_kv_transfer
 
 NEEDS = (
     ("registration_hosts", "dynamic_registration", ""),
@@ -54,7 +54,7 @@ class ProxyConfig(ConfigFields):
                 "--servers-urls needs --ec-store, the store that the servers write to; without a "
                 "store, use --decode-servers-urls"
             )
-        transfer = EC_TRANSFERS[self.ec_transfer]
+        transfer = load_ec_transfer(self.ec_transfer)
         if self.ec_store and not transfer.stored:
             raise ValueError(
                 f"--ec-store needs --ec-transfer store: with {self.ec_transfer}, encoder outputs "
@@ -97,7 +97,7 @@ class ProxyConfig(ConfigFields):
                     f"{flag_of(addresses)} needs one address per URL of {flag_of(urls)}: it has "
                     f"{found} for {wanted}"
                 )
-        transfer = KV_TRANSFERS[self.kv_transfer]()
+        transfer = load_kv_transfer(self.kv_transfer)
         if self.conversation_store is not None and not transfer.bidirectional:
             able = [name for name, other in KV_TRANSFERS.items() if other.bidirectional]
             raise ValueError(
@@ -208,7 +208,7 @@ def make_checked_policies(config: ConfigFields) -> Policies:
         roles = frozenset(instance.role for instance in config.instances)
         if config.decode_from == "header" and roles.isdisjoint(ANSWERING):
             roles |= {Role.DECODE}  # clients name decode instances
-        policies.check_suited(roles, pushed=EC_TRANSFERS[config.ec_transfer].pushed)
+        policies.check_suited(roles, pushed=load_ec_transfer(config.ec_transfer).pushed)
     return policies
 
 

@@ -17,7 +17,6 @@ from pydantic import (
 
 from epd.routing.instances import CONSUMERS, Instance, Role
 from epd.routing.urls import MAX_WEIGHT, base_url, check_weight, events_address, zmq_address
-from epd.transfer import ECTransferName
 
 VERSION = 1
 """Version of the format."""
@@ -85,7 +84,7 @@ class InstanceEntry(BaseModel, frozen=True, extra="forbid"):
 class Registration(InstanceEntry, frozen=True, extra="ignore"):
     """The body of `POST /instances`, in the format of vLLM's `disagg_epd_proxy.py`."""
 
-    def check_transfer(self, transfer: ECTransferName, *, pushed: bool) -> None:
+    def check_transfer(self, transfer: str, *, pushed: bool) -> None:
         """Reject an instance that would wait for outputs without a sender, or receive none.
 
         Raises:

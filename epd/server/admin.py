@@ -21,7 +21,7 @@ from epd.routing.health import HealthState
 from epd.routing.instances import ANSWERING, Instance, Role
 from epd.routing.retries import Retries
 from epd.routing.table import InstanceTable
-from epd.transfer.registry import EC_TRANSFERS
+from epd.transfer.registry import load_ec_transfer
 from epd.upstream import Answer, Upstream
 
 CLUSTERS: Mapping[str, tuple[Stage, tuple[Role, ...]]] = {
@@ -160,7 +160,7 @@ class Admin:
 
     def _replaceable(self) -> set[str]:
         config, found = self._config, set[str]()
-        if config.on_encode_failure == "local" and not EC_TRANSFERS[config.ec_transfer].pushed:
+        if config.on_encode_failure == "local" and not load_ec_transfer(config.ec_transfer).pushed:
             found.add("encode_cluster")
         if config.on_prefill_failure == "local":
             found.add("prefill_cluster")

@@ -91,7 +91,7 @@ from epd.server.page_routes import BOARD
 from epd.server.responses import own_headers
 from epd.transfer.ec import ECTransfer
 from epd.transfer.kv import KVTransfer
-from epd.transfer.registry import EC_TRANSFERS, KV_TRANSFERS
+from epd.transfer.registry import load_ec_transfer, load_kv_transfer
 from epd.ui.dashboard import Board
 from epd.ui.recent import Recent
 from epd.upstream import Upstream
@@ -214,7 +214,7 @@ async def _fleet(
         policy=config.health,
         on_change=lambda instance, state, cause: changed(instance, state, cause=cause),
     )
-    transfer = KV_TRANSFERS[config.kv_transfer]()
+    transfer = load_kv_transfer(config.kv_transfer)
     registry = Registry(table, config.instances, fits=transfer.accepts_instance, on_change=changed)
     fleet = _Fleet(table, Namespaces(table), transfer, make_checked_policies(config))
     sources = None if slot is None else slot.shared.sources
@@ -241,7 +241,7 @@ async def _pipeline(  # noqa: PLR0913, PLR0917 - its collaborators
     fleet: _Fleet,
 ) -> AsyncIterator[Pipeline]:
     config, (table, namespaces, transfer, policies) = app[CONFIG], fleet
-    ec_transfer = EC_TRANSFERS[config.ec_transfer]
+    ec_transfer = load_ec_transfer(config.ec_transfer)
     fatal = FatalRequests(
         config.suspect_s,
         lambda instance: app[DRAIN].began or table.is_draining(instance),

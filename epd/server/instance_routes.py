@@ -21,7 +21,7 @@ from epd.server.app_keys import CONFIG, TABLE, VISIT
 from epd.server.intake import may_administer, read_json
 from epd.server.responses import JsonResponse, as_json
 from epd.transfer.kv import KVTransfer
-from epd.transfer.registry import EC_TRANSFERS
+from epd.transfer.registry import load_ec_transfer
 
 LIVE = frozenset({HealthState.HEALTHY, HealthState.TRIAL})
 
@@ -166,7 +166,7 @@ async def register_instance(request: web.Request) -> JsonResponse[Registered]:
     _check_dynamic(config)
     try:
         entry = registration(body)
-        entry.check_transfer(config.ec_transfer, pushed=EC_TRANSFERS[config.ec_transfer].pushed)
+        entry.check_transfer(config.ec_transfer, pushed=load_ec_transfer(config.ec_transfer).pushed)
         instance = entry.instance
         app[KV_TRANSFER].check(instance)
     except TransferMismatch as error:

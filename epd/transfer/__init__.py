@@ -2,14 +2,8 @@
 
 from collections.abc import Mapping
 from ipaddress import ip_address
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import urlsplit
-
-KVTransferName = Literal[
-    "nixl", "nixl-push", "mooncake", "lmcache", "multi", "example", "offloading", "none"
-]
-
-ECTransferName = Literal["store", "example", "nixl", "mooncake"]
 
 Params = Mapping[str, Any]
 """Parameters (`ec_transfer_params`, `kv_transfer_params`), as instances reply them."""

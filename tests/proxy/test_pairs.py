@@ -6,6 +6,7 @@ Fake instances check each parameter that they receive. A few cases cover each pa
 import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from importlib.metadata import entry_points
 from itertools import product
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from pydantic import ValidationError
 
 from epd import ProxyConfig
-from epd.transfer.registry import EC_TRANSFERS, KV_TRANSFERS
+from epd.transfer.registry import EC_TRANSFERS, KV_GROUP, KV_TRANSFERS
 from tests.covering import Case, in_pairs
 from tests.requests import Part, image, input_audio, text
 from tests.support.fleet import Fleet, Launch
@@ -22,7 +23,7 @@ from tests.support.strict_fleet import ENCODERS, Body, Expected, StrictFleet, he
 from tests.support.strict_instance import WIRES
 
 FACTORS: dict[str, Sequence[Any]] = {
-    "kv_transfer": tuple(KV_TRANSFERS),
+    "kv_transfer": tuple(WIRES),
     "policy": (
         "encode_prefill_decode",
         "encode_pd",
@@ -274,4 +275,6 @@ def test_each_value_of_each_factor_is_in_a_case() -> None:
     """The exclusions leave out no value, and the fake instances leave out no transfer."""
     for name, values in FACTORS.items():
         assert {case[name] for case in CASES} == {*values}
-    assert (WIRES.keys(), ENCODERS.keys()) == (KV_TRANSFERS.keys(), EC_TRANSFERS.keys())
+    plugins = entry_points(group=KV_GROUP).names
+    assert {*WIRES} == {*KV_TRANSFERS, *plugins}
+    assert ENCODERS.keys() == EC_TRANSFERS.keys()

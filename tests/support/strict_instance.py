@@ -386,6 +386,66 @@ class LMCacheWire(Wire):
         return ()  # until decode's LMCache evicts it
 
 
+class MoRIIOWire(Wire):
+    """`moriio/moriio_connector.py`: each prefill writes to the decode that it is told.
+
+    Decode gets what prefill reports, with a transfer id that both know.
+    """
+
+    def __init__(self, prefill: int, decode: int) -> None:
+        super().__init__(prefill, decode)
+        self.ports = [(6301 + n, 61005 + n) for n in range(decode)]
+        self.targets: dict[str, str] = {}
+        """URL of the decode instance of each transfer, by its id."""
+
+    async def begin(self, stack: AsyncExitStack) -> dict[str, Any]:
+        addresses = (f"10.0.0.{n}:{one}:{other}" for n, (one, other) in enumerate(self.ports))
+        return {"decode_kv_addrs": tuple(addresses)}
+
+    def key(self, asked: Asked) -> Any:
+        params = dict(asked.params or {})
+        transfer_id = params.pop("transfer_id", None)
+        n = self.ports.index((params["remote_handshake_port"], params["remote_notify_port"]))
+        expected = {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "remote_host": f"10.0.0.{n}",
+            "remote_handshake_port": self.ports[n][0],
+            "remote_notify_port": self.ports[n][1],
+            "remote_engine_id": None,
+            "remote_block_ids": None,
+        }
+        self.is_equal("a prefill's kv_transfer_params", params, expected)
+        if not transfer_id or transfer_id in self.targets:
+            raise Wrong(f"{transfer_id!r} may be another request's transfer")
+        self.targets[transfer_id] = self.decodes[n].url
+        return transfer_id
+
+    def reply(self, asked: Asked) -> Any:
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_block_ids": [[1, 2]],
+            "remote_engine_id": f"engine-{asked.instance.url}",
+            "remote_host": "127.0.0.1",
+            "remote_handshake_port": 6301,
+            "remote_notify_port": 61005,
+            "remote_dp_rank": int(asked.rank or 0),
+            "transfer_id": asked.params["transfer_id"],
+        }
+
+    def wanted(self, asked: Asked) -> Any:
+        transfer_id = (asked.params or {}).get("transfer_id")
+        blocks = self.made.get(transfer_id)
+        if blocks is None or blocks.prefill is None:
+            raise Wrong(f"decode was told of blocks that no instance has: {asked.params}")
+        prefill = Asked(blocks.prefill, "", blocks.rank, {}, asked.params)
+        self.is_equal("a decode's kv_transfer_params", asked.params, self.reply(prefill))
+        target = self.targets[str(transfer_id)]
+        self.is_equal("the decode instance that prefill writes to", asked.instance.url, target)
+        return transfer_id
+
+
 def _asked(instance: FakeInstance, request: web.Request, body: dict[str, Any]) -> Asked:
     headers = request.headers
     return Asked(
@@ -403,6 +463,7 @@ WIRES: dict[str, type[Wire]] = {
     "nixl-push": PushWire,
     "mooncake": MooncakeWire,
     "lmcache": LMCacheWire,
+    "moriio": MoRIIOWire,
     "none": Wire,
     "example": Wire,
     "offloading": Wire,

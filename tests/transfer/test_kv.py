@@ -11,10 +11,12 @@ from epd.errors import UpstreamFailed
 from epd.routing.instances import Instance, Role
 from epd.transfer.kv import Handover, KVTransfer, LMCache
 from epd.transfer.mooncake import Mooncake
+from epd.transfer.moriio import MoRIIO
 from epd.transfer.nixl import KEEP, Multi, Nixl, NixlPush
 from epd.transfer.registry import KV_TRANSFERS
 
-EVERY = [made() for made in dict.fromkeys(KV_TRANSFERS.values())]
+KINDS: dict[type[KVTransfer], None] = dict.fromkeys([*KV_TRANSFERS.values(), MoRIIO])
+EVERY = [kind() for kind in KINDS]
 NAMES = [one.name for one in EVERY]
 
 json_values: st.SearchStrategy[Any] = st.recursive(
@@ -49,7 +51,9 @@ def test_a_multi_connector_carries_the_parameters_of_its_parts() -> None:
 EVERYWHERE = ["0.0.0.0", "::", "0:0:0:0:0:0:0:0", ""]  # noqa: S104 - a server may report it
 
 
-@pytest.mark.parametrize("transfer", [Nixl(), NixlPush(), Multi()], ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    "transfer", [Nixl(), NixlPush(), Multi(), MoRIIO()], ids=lambda one: one.name
+)
 @pytest.mark.parametrize(("host", "told"), [*((one, "p") for one in EVERYWHERE), ("h", "h")])
 def test_decode_gets_a_reachable_host(transfer: KVTransfer, host: str, told: str) -> None:
     replied, handover = COORDINATES | {"remote_host": host}, Handover("r", prefill())
@@ -165,6 +169,21 @@ def test_prefill_gets_the_address_of_decodes_lmcache() -> None:
     }
 
 
+def test_prefill_gets_the_address_of_the_decode_that_it_writes_to() -> None:
+    read = MoRIIO().prefill_params(Handover("r", prefill(), decode=decode()))
+    written = MoRIIO().prefill_params(Handover("r", prefill(), decode=decode("[::1]:6301:61005")))
+
+    assert read == {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "xfer-r"}
+    assert written == {
+        **read,
+        "remote_host": "::1",
+        "remote_handshake_port": 6301,
+        "remote_notify_port": 61005,
+        "remote_engine_id": None,
+        "remote_block_ids": None,
+    }
+
+
 @pytest.mark.parametrize("transfer", EVERY, ids=NAMES)
 @pytest.mark.parametrize("role", [Role.ENCODE, Role.PREFILL_DECODE])
 def test_a_transfer_without_handover_has_no_address(transfer: KVTransfer, role: Role) -> None:
@@ -193,6 +212,7 @@ def test_the_addresses_that_prefill_instances_may_have(
     ("transfer", "taken", "refused"),
     [
         (Mooncake(), [""], ["h:1"]),
+        (MoRIIO(), ["", "h:1:2", "[::1]:1:2"], ["h", "h:1", "h:1:2+3", "h:1+2:3", "h:0:1"]),
         (
             LMCache(),
             ["", "h:1:2", "h:1+2:3+4", "[::1]:1:2", "10.0.0.1:65535:1"],

@@ -12,6 +12,7 @@ from starlette.testclient import TestClient
 from epd.routing.instances import Instance, Role
 from epd.transfer.kv import Handover
 from epd.transfer.mooncake import Mooncake
+from epd.transfer.moriio import MoRIIO
 from epd.transfer.nixl import NixlPush
 
 pytestmark = pytest.mark.full
@@ -154,3 +155,93 @@ def test_a_push_prefill_keeps_its_blocks_and_sends_its_engine_id() -> None:
         "pp_size": 1,
         "dcp_size": 1,
     }
+
+
+def moriio(*, producer: bool, read: bool) -> Any:
+    modes = loaded("moriio.moriio_common").MoRIIOMode
+    parallel = SimpleNamespace(
+        tensor_parallel_size=2, data_parallel_size=1, data_parallel_size_local=1
+    )
+    return made(
+        loaded("moriio.moriio_connector").MoRIIOConnectorScheduler,
+        mode=modes.READ if read else modes.WRITE,
+        is_producer=producer,
+        vllm_config=SimpleNamespace(parallel_config=parallel),
+        tp_size=2,
+        engine_id="prefill",
+        host_ip="10.0.0.1",
+        handshake_port=6301,
+        side_notify_port=61005,
+        blocks_per_sw=[0],
+        kv_cache_config=SimpleNamespace(kv_cache_groups=[None], select_transfer_block_ids=list),
+        _has_mamba=False,
+        _is_hma_required=False,
+        _is_kv_master=True,
+        _global_dp_rank=0,
+        _max_decode_tail_blocks=1,
+        _defer_timeout=60.0,
+        transfer_id_to_request_id={},
+        request_id_to_transfer_id={},
+        _reqs_need_recv={},
+        _reqs_need_save={},
+        _reqs_need_send={},
+        _req_kv_params={},
+        _deferred_send_deadlines={},
+    )
+
+
+def finished(prefill: Any, params: Any) -> Any:
+    """Return the reply of a prefill request with these parameters."""
+    status = importlib.import_module("vllm.v1.request").RequestStatus.FINISHED_LENGTH_CAPPED
+    request = asked(params)
+    request.status = status
+    prefill.update_state_after_alloc(request, BLOCKS, 0)
+    kept, replied = prefill.request_finished(request, ([1, 2],))
+    assert kept
+    return replied
+
+
+def metadata_of(request_id: str, params: Any, *, write: bool) -> Any:
+    """Return what the worker gets of a request; without an address it would end the engine."""
+    metadata = loaded("moriio.moriio_common").MoRIIOConnectorMetadata()
+    metadata.add_new_req(request_id, [[1, 2]], params, write_mode=write)
+    [request] = (metadata.reqs_to_save if write else metadata.reqs_to_recv).values()
+    return request
+
+
+def test_moriio_decode_reads_the_blocks_of_prefill() -> None:
+    transfer, request_id = MoRIIO(), "chatcmpl-r:1:ab-0a1b2c3d"
+    replied = finished(moriio(producer=True, read=True), transfer.prefill_params(HANDOVER))
+    params = transfer.decode_params(HANDOVER, replied)
+    assert params is not None
+    decode, request = moriio(producer=False, read=True), asked(params)
+    decode.update_state_after_alloc(request, BLOCKS, 15)
+    [(_, blocks)] = decode._reqs_need_recv.values()  # noqa: SLF001 - what its worker gets
+    read = metadata_of(request_id, params, write=False)
+
+    assert blocks == [[1, 2]]
+    assert (read.remote_host, read.remote_handshake_port) == ("10.0.0.1", 6301)
+    assert (read.remote_engine_id, read.remote_block_ids) == ("prefill", [[1, 2]])
+    assert (read.tp_size, read.transfer_id) == (2, "xfer-r:1:ab")
+
+
+def test_moriio_prefill_writes_to_the_decode_that_it_is_told() -> None:
+    target = Instance(Role.DECODE, "http://d:8000", kv_addr="10.0.0.2:6302:61007")
+    transfer, handover = MoRIIO(), HANDOVER._replace(decode=target)
+    params = transfer.prefill_params(handover)
+    written = metadata_of("chatcmpl-r:1:ab-0a1b2c3d", params, write=True)
+
+    assert (written.remote_host, written.remote_handshake_port) == ("10.0.0.2", 6302)
+    assert (written.remote_notify_port, written.transfer_id) == (61007, "xfer-r:1:ab")
+
+    replied = finished(moriio(producer=True, read=False), params)
+    decode, notes = moriio(producer=False, read=False), []
+    decode.send_notify_block = lambda **note: notes.append(note)
+    decode.update_state_after_alloc(asked(transfer.decode_params(handover, replied)), BLOCKS, 16)
+
+    # Each tensor-parallel rank of prefill is told of decode's blocks, at a port of its own.
+    assert [(note["host"], note["port"]) for note in notes] == [
+        ("10.0.0.1", 61005),
+        ("10.0.0.1", 61006),
+    ]
+    assert {note["transfer_id"] for note in notes} == {written.transfer_id}

@@ -4,8 +4,15 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from epd.config.fields import NO_INSTANCES, ConversationStore, Seconds, Section, StoreUrl
-from epd.transfer import ECTransferName, KVTransferName
+from epd.config.fields import (
+    NO_INSTANCES,
+    ConversationStore,
+    ECTransferName,
+    KVTransferName,
+    Seconds,
+    Section,
+    StoreUrl,
+)
 
 MAX_TTL_S = 30 * 24 * 3600.0
 """Upper bound of a conversation's time to live, in seconds: longer than instances keep blocks, and
@@ -19,7 +26,7 @@ class TransferSettings(Section):
     """transfer of encoder outputs to prefill, by the connector of the instances'
     --ec-transfer-config: ECStoreConnector (store), ECExampleConnector (example), ECCPUConnector
     with ec_enable_nixl (nixl), or ECMooncakeConnector (mooncake), which --ec-consumer-zmq-addrs
-    also selects"""
+    also selects; or one of an installed package"""
     ec_store: StoreUrl = None
     """URL of the encode instances' encoder store, such as shm:///run/ec-store/arena.sock or
     redis://host: items in it are not encoded again; default or 'none': no lookups"""
@@ -29,7 +36,8 @@ class TransferSettings(Section):
     """seconds for which an entry is safe from eviction after its lookup"""
     kv_transfer: KVTransferName = "nixl"
     """transfer of prefill's KV blocks to decode, by the connector of the instances'
-    --kv-transfer-config"""
+    --kv-transfer-config: nixl, nixl-push, mooncake, moriio, lmcache, multi, example, offloading,
+    none, or one of an installed package"""
     decode_media: Literal["metadata", "raw"] = "metadata"
     """form of a media item for prefill and decode: only placeholder metadata if the encode instance
     reports them (metadata), or always the media (raw)"""

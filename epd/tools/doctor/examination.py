@@ -16,7 +16,7 @@ from epd.tools.doctor.kv_bandwidth import judge_pair
 from epd.tools.doctor.sources import read_sources
 from epd.tools.doctor.store import read_store
 from epd.tools.doctor.trials import Trials, Waits
-from epd.transfer.registry import EC_TRANSFERS
+from epd.transfer.registry import load_ec_transfer
 from epd.upstream import KEEP_ALIVE_S, Upstream
 
 UNTRIED = (
@@ -47,7 +47,7 @@ async def examine(
     finally:
         await pool.close()
     findings = [*judge(checks.HOST, read_host(config)), *sources.findings]
-    if (config.encodes or config.ec_store) and EC_TRANSFERS[config.ec_transfer].stored:
+    if (config.encodes or config.ec_store) and load_ec_transfer(config.ec_transfer).stored:
         output = None if trials.output is None else trials.output.encoded
         store = await read_store(config, output, waits.arrives_s)
         findings += judge(checks.STORE, store, "store")

@@ -17,7 +17,7 @@ from epd.routing.registry import Change, InstanceSource, Registry
 from epd.routing.table import InstanceTable
 from epd.routing.urls import at_address
 from epd.tools.doctor.findings import FAIL, WARN, Finding
-from epd.transfer.registry import KV_TRANSFERS
+from epd.transfer.registry import load_kv_transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ async def read_sources(config: ProxyConfig) -> Sources:
     """Read every source of instances once."""
     findings: list[Finding] = []
     names: dict[str, str] = {}
-    transfer = KV_TRANSFERS[config.kv_transfer]()
+    transfer = load_kv_transfer(config.kv_transfer)
 
     def report_change(instance: Instance, change: Change, _: InstanceSource) -> None:
         name = f"{instance.role} {instance.url}"

@@ -47,7 +47,7 @@ from epd.transfer import Params, with_params
 from epd.transfer.encoded import EncodedItem, OutputFacts, Prompt, consumer_body
 from epd.transfer.kv import Handover
 from epd.transfer.nixl import kept_params
-from epd.transfer.registry import EC_TRANSFERS, KV_TRANSFERS
+from epd.transfer.registry import load_ec_transfer, load_kv_transfer
 from epd.upstream import KEEP_ALIVE_S, Upstream
 
 SIDE = 64
@@ -149,8 +149,8 @@ class Trials:
         self._config, self._instances, self._model, self._waits = config, instances, model, waits
         self._stages = Stages(upstream)
         self._headers = headers_of(config)
-        self._ec = EC_TRANSFERS[config.ec_transfer]
-        self._kv = KV_TRANSFERS[config.kv_transfer]()
+        self._ec = load_ec_transfer(config.ec_transfer)
+        self._kv = load_kv_transfer(config.kv_transfer)
         self._peers = PeerRegistry(InstanceTable(), self._kv, upstream, config)
         self.output: TrialOutput | None = None
         self.pairs: list[PairFacts] = []
