@@ -1,4 +1,4 @@
-"""Send a picture through a real EPD stack on this machine's CPU, and show times and store.
+"""Send a picture twice through a real EPD stack on this machine's CPU, and show times and store.
 
 `demo.sh` sets up the environment and runs this script.
 """
@@ -7,12 +7,15 @@ import argparse
 import base64
 import json
 import mimetypes
+import secrets
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import openai
 
@@ -31,7 +34,7 @@ QUESTION = "What is in this picture?"
 
 
 def main() -> None:
-    """Start the stack, send a request, show the result, and stop the stack."""
+    """Start the stack, send a picture twice, show the results, and stop the stack."""
     args = arguments()
     # Progress must be visible at once, through a pipe too.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
@@ -42,7 +45,7 @@ def main() -> None:
     stack = Stack(models / MODEL, args.topology, directory, local_media=MEDIA, store=args.ec_store)
     try:
         with stack:
-            answer(stack, args.picture)
+            send_twice(stack, args.picture)
             if args.keep:
                 keep(stack)
     except (ProcessDied, TimeoutError) as error:
@@ -73,33 +76,50 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def answer(stack: Stack, path: Path) -> None:
-    """Stream one response through the official client, then show its times and the store."""
-    client = openai.OpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0)
-    [model] = client.models.list()
-    print(f"\n{model.id}, {path.name}: {QUESTION}\n")
-    started = time.monotonic()
-    first = None
-    with (
-        client,
-        client.chat.completions.with_streaming_response.create(
-            model=model.id,
-            messages=[{"role": "user", "content": content(path)}],
-            max_tokens=24,
-            temperature=0,
-            stream=True,
-        ) as reply,
-    ):
+class Timed(NamedTuple):
+    """Times of a request: of each stage in ms, as `Server-Timing` has them, and of its answer."""
+
+    stages_ms: Mapping[str, float]
+    first_token_s: float
+    answer_s: float
+
+
+def send_twice(stack: Stack, path: Path) -> None:
+    """Send the same picture twice through the official client; show both times and the store."""
+    with openai.OpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0) as client:
+        [model] = client.models.list()
+        print(f"\n{model.id}, {path.name}: {QUESTION}\n")
+        new, again = (stream_answer(client, model.id, path) for _ in range(2))
+    print("\n  The model is a tiny one with random weights: the words mean nothing, the path is")
+    print("  the real one.\n")
+    show_times(new, again)
+    show_store(stack)
+
+
+def stream_answer(client: openai.OpenAI, model: str, path: Path) -> Timed:
+    """Print a streamed answer, and return its times.
+
+    The prompt is in no prefix cache, so that only the encoder's output is known in the second one.
+    """
+    started_s = time.monotonic()
+    first_token_s = 0.0
+    with client.chat.completions.with_streaming_response.create(
+        model=model,
+        messages=[{"role": "user", "content": content(path)}],
+        max_tokens=24,
+        temperature=0,
+        stream=True,
+        extra_body={"cache_salt": secrets.token_hex(8)},
+    ) as reply:
         print("  > ", end="")
         for event in reply.parse():
-            first = first or time.monotonic() - started
+            first_token_s = first_token_s or time.monotonic() - started_s
             for choice in event.choices:
                 print(printable(choice.delta.content or ""), end="", flush=True)
-        timing = reply.headers["server-timing"]
-    print("\n\n  The model is a tiny one with random weights: the words mean nothing, the path is")
-    print("  the real one.\n")
-    show_times(timing, first or 0.0, time.monotonic() - started)
-    show_store(stack)
+        print()
+        entries = (entry.partition(";dur=") for entry in reply.headers["server-timing"].split(", "))
+        stages_ms = {stage: float(ms) for stage, _, ms in entries}
+    return Timed(stages_ms, first_token_s, time.monotonic() - started_s)
 
 
 def content(path: Path) -> list[openai.types.chat.ChatCompletionContentPartParam]:
@@ -115,14 +135,18 @@ def printable(text: str) -> str:
     return "".join(character if character.isprintable() else "·" for character in text)
 
 
-def show_times(timing: str, first_s: float, total_s: float) -> None:
-    """Print the time of each stage, as the proxy reports it in `Server-Timing`."""
-    print("Where the time went:")
-    for entry in timing.split(", "):
-        stage, _, milliseconds = entry.partition(";dur=")
-        what = " (until its first byte)" if stage == "decode" else ""
-        print(f"  {stage:12} {float(milliseconds) / 1000:7.3f} s{what}")
-    print(f"  first token  {first_s:7.3f} s\n  whole answer {total_s:7.3f} s")
+def show_times(new: Timed, again: Timed) -> None:
+    """Print the times of both requests beside each other."""
+    print("Where the time went:             new     again")
+    for stage in dict.fromkeys([*new.stages_ms, *again.stages_ms]):
+        what = f"{stage} (until its first byte)" if stage == "decode" else stage
+        times = [each.stages_ms.get(stage) for each in (new, again)]
+        shown = ["skipped" if ms is None else f"{ms / 1000:.3f} s" for ms in times]
+        print(f"  {what:29} {shown[0]:7} {shown[1]:>9}")
+    print(f"  {'first token':29} {new.first_token_s:.3f} s {again.first_token_s:7.3f} s")
+    print(f"  {'whole answer':29} {new.answer_s:.3f} s {again.answer_s:7.3f} s")
+    if "encode" in new.stages_ms and "encode" not in again.stages_ms:
+        print("\nencode: skipped. The store had the encoder output of the second picture.")
 
 
 def show_store(stack: Stack) -> None:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Starts a real stack on this machine's CPU and streams an answer about a picture: --help
+# Starts a real stack on this machine's CPU and sends a picture twice: --help
 set -euo pipefail
 cd "$(dirname "$0")/.."
 ./scripts/setup.sh

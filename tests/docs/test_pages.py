@@ -11,8 +11,6 @@ import pytest
 import ec_store.__main__
 from ec_store.disk.config import StoreSettings
 from epd.__main__ import make_parser
-from epd.tools.up.host_memory import socket_folder
-from epd.tools.up.settings import FleetSettings
 from tests.deploy.tools import PROMETHEUS, rules
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -85,20 +83,6 @@ def test_links_to_headings_resolve(page: Path) -> None:
     ]
 
     assert lost == []
-
-
-def test_the_readme_inspects_the_fleet_that_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = PAGES[0].read_text()
-    fields = FleetSettings.model_fields
-    encode, decode = fields["encode_port"].default, fields["prefill_decode_port"].default
-    monkeypatch.setattr("os.geteuid", lambda: 1234)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/$UID")
-
-    assert set(re.findall(r"--ec-store shm://(\S+)/arena.sock", text)) == {
-        str(socket_folder(fields["port"].default))
-    }
-    assert f"--encode-servers-urls http://localhost:{encode} " in text
-    assert f"--decode-servers-urls http://localhost:{decode} " in text
 
 
 @pytest.mark.parametrize(
