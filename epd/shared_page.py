@@ -45,8 +45,10 @@ class SharedPage:
         descriptor: file descriptor, to pass the page to another process.
     """
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """Use a descriptor. All processes have the same monotonic clock, in seconds."""
         self.descriptor = descriptor
+        self._clock = clock
 
     @classmethod
     def new_page(cls) -> "SharedPage":
@@ -99,13 +101,13 @@ class SharedPage:
         Raises:
             OSError: there is not enough memory.
         """
-        self._put(WANTED.pack(time.monotonic()), NUMBER.size)
+        self._put(WANTED.pack(self._clock()), NUMBER.size)
 
     def wanted_within(self, seconds: float) -> bool:
         """Return whether a reader has called `mark_wanted` within these seconds."""
         found = os.pread(self.descriptor, WANTED.size, NUMBER.size)
         wanted_s: float = WANTED.unpack(found)[0] if len(found) == WANTED.size else 0.0
-        return wanted_s > 0.0 and time.monotonic() - wanted_s < seconds
+        return wanted_s > 0.0 and self._clock() - wanted_s < seconds
 
     @contextmanager
     def hold_lock(self) -> Iterator[None]:

@@ -14,26 +14,24 @@ from ec_store.config import redacted
 from epd.aio import cancel_after
 from epd.config.sections import ConfigFields
 from epd.config.sections.transfers import TransferSettings
+from epd.conversations.entry import (
+    MAX_ENTRY_BYTES,
+    ConversationEntry,
+    Fingerprint,
+    HeldBlocks,
+    parse_entry,
+)
 from epd.conversations.stores import (
     ConversationsInMemory,
     ConversationsInRedis,
     ConversationStore,
     StoreAway,
 )
-from epd.conversations.turn import (
-    MAX_ENTRY_BYTES,
-    AnsweredTurn,
-    ConversationEntry,
-    Fingerprint,
-    HeldBlocks,
-    Turn,
-    parse_entry,
-)
+from epd.conversations.turn import AnsweredTurn, Turn
 from epd.tenants import ANONYMOUS
 from epd.transfer.nixl import BLOCKS_TTL_S, kept_params
 
 logger = structlog.get_logger("epd")
-
 
 T = TypeVar("T")
 

@@ -4,76 +4,17 @@ Each worker writes its metrics to a page of shared memory that the others read: 
 they are scraped, less often otherwise, and before it answers a scrape. So every value that a scrape
 returned is on a page, and no counter decreases when a worker dies. A replacement worker continues
 with the counters of that page.
-
-Counters and histograms are summed in a fixed order and rounded once. Otherwise two processes could
-answer sums that differ in the last digit, and Prometheus would take the smaller one for a reset of
-the counter.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
-from typing import Any
 
 import orjson
 import structlog
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from epd.observe.metric_defs import FIGURES
+from epd.observe.metric_sums import Dumped, counted, dump, load, merge_pages
 from epd.shared_page import Pace, PageUnreadable, SharedPage, WorkerPages
-
-_Values = dict[tuple[str, frozenset[tuple[str, str]]], list[float]]
-
-
-Dumped = list[tuple[str, str, str, list[tuple[Any, ...]]]]
-"""Families as JSON: name, documentation, type and samples."""
-
-
-def dump(families: Iterable[Metric]) -> Dumped:
-    """Return families as JSON values, which are finite."""
-    return [
-        (found.name, found.documentation, found.type, [sample[:3] for sample in found.samples])
-        for found in families
-    ]
-
-
-def load(dumped: Dumped | None) -> list[Metric]:
-    """Return the families of a page."""
-    return [_family(*fields) for fields in dumped or ()]
-
-
-def counted(families: Iterable[Metric]) -> list[Metric]:
-    """Return the families that stay true after a process has ended: counters and histograms."""
-    return [family for family in families if family.type != "gauge"]
-
-
-def merge_pages(pages: Iterable[Iterable[Metric]]) -> list[Metric]:
-    """Sum several pages. Families and samples keep the order of their first appearance."""
-    families: dict[str, Metric] = {}
-    values: dict[str, _Values] = {}
-    for family in chain.from_iterable(pages):
-        families.setdefault(family.name, family)
-        of_family = values.setdefault(family.name, {})
-        for name, labels, value, *_ in family.samples:
-            of_family.setdefault((name, frozenset(labels.items())), []).append(value)
-    return [_added(family, values[name]) for name, family in families.items()]
-
-
-def _added(family: Metric, values: _Values) -> Metric:
-    combine = FIGURES[family.name].of_workers if family.name in FIGURES else math.fsum
-    samples = [(name, dict(labels), combine(found)) for (name, labels), found in values.items()]
-    return _family(family.name, family.documentation, family.type, samples)
-
-
-def _family(
-    name: str, documentation: str, kind: str, samples: Iterable[tuple[str, dict[str, str], float]]
-) -> Metric:
-    family = Metric(name, documentation, kind)
-    for sample in samples:
-        family.add_sample(*sample)
-    return family
-
 
 PACE = Pace(write_s=1.0, wanted_s=90.0, poll_s=1.0, unread_s=15.0)
 """Seconds: an interval of 1 s is little beside that of scrapes, and 90 s are longer than usual

@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 import structlog
 
 from ec_store.bounded import BoundedDict
+from epd.conversations.capture import ReplyCapture
 from epd.conversations.conversations import Conversations
+from epd.conversations.entry import Basis, HeldBlocks
 from epd.conversations.prompts import PromptQuestion, prompt_of
-from epd.conversations.turn import AnsweredTurn, Basis, HeldBlocks, ReplyCapture, Turn
+from epd.conversations.turn import AnsweredTurn, Turn
 from epd.errors import ProxyError, UpstreamDied, UpstreamTimeout
 from epd.request.recovery import Attempt
 from epd.request.request import Request

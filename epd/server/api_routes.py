@@ -22,7 +22,8 @@ from epd.server.admin import ADMIN
 from epd.server.app_keys import VISIT, Visit
 from epd.server.intake import make_request, read_json, read_request
 from epd.server.key_judge import check_key
-from epd.server.responses import JsonResponse, WholeResponse, as_json, own_headers
+from epd.server.responses import JsonResponse, as_json, own_headers
+from epd.server.whole_response import WholeResponse
 from epd.upstream import Reply
 
 PIPELINE = web.AppKey("pipeline", Pipeline)

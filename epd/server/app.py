@@ -39,8 +39,10 @@ from epd.observe.collectors import (
     quarantine_metrics,
     store_metrics,
 )
-from epd.observe.logs import LogObserver, hide_locals
-from epd.observe.metrics import MetricsObserver, watched
+from epd.observe.logs import hide_locals
+from epd.observe.loop_lag import watched
+from epd.observe.metrics import MetricsObserver
+from epd.observe.request_log import LogObserver
 from epd.observe.tracing import tracing
 from epd.observe.worker_metrics import WorkerMetrics
 from epd.policies.registry import Policies
@@ -82,9 +84,10 @@ from epd.server.app_keys import (
     UNKNOWN,
     VISIT,
 )
+from epd.server.cors import allow_origins
 from epd.server.instance_routes import KV_TRANSFER, REGISTRATIONS, REGISTRY
 from epd.server.key_judge import JUDGE, KeyJudge
-from epd.server.middlewares import allow_origins, answer_unknown, direct, observe
+from epd.server.middlewares import answer_unknown, direct, observe
 from epd.server.openapi import openapi_json
 from epd.server.operator_routes import METRICS
 from epd.server.page_routes import BOARD

@@ -27,8 +27,9 @@ from epd.edge.access import (
     client_key,
     is_loopback,
 )
-from epd.edge.admission import Admission, AdmittedRequest, Ticket
+from epd.edge.admission import Admission, AdmittedRequest
 from epd.edge.drain import DRAIN, Bounded
+from epd.edge.fair_queue import Ticket
 from epd.encoder_cache.identity import conversation_key, with_salt
 from epd.errors import RequestRefused, Unauthorized
 from epd.request.recorder import Recorder

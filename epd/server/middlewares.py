@@ -1,8 +1,8 @@
-"""Middleware of every request: its id, its record for the observers, errors, and CORS."""
+"""Middleware of every request: its id, its record for the observers, and errors."""
 
 import re
 import time
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,6 @@ from epd.api.endpoint import Endpoint
 from epd.api.endpoints import ENDPOINTS, is_api
 from epd.config import ProxyConfig
 from epd.edge.access import Access, Headers, client_key, single_value
-from epd.edge.cross_origin import ALLOWED, preflight_headers, response_headers
 from epd.edge.drain import DRAIN
 from epd.edge.protocol import ServerConnection
 from epd.errors import (
@@ -40,15 +39,9 @@ from epd.server.app_keys import (
     VISIT,
     Visit,
 )
+from epd.server.error_responses import UnknownRoute, end_broken_response, error_response, reason_of
 from epd.server.intake import serve_request
 from epd.server.key_judge import check_key
-from epd.server.responses import (
-    UnknownRoute,
-    end_broken_response,
-    error_response,
-    own_headers,
-    reason_of,
-)
 
 if TYPE_CHECKING:
     from epd.spans import RequestSpan
@@ -218,70 +211,6 @@ def _route(request: web.Request) -> str:
     """Return the route's declared path: the path of the request has unbounded values."""
     resource = request.match_info.route.resource
     return UNKNOWN if resource is None or resource.name == UNKNOWN else resource.canonical
-
-
-CLIENTS = frozenset({Access.OPEN, Access.TENANT})
-"""Classes of access of the routes that web pages of other origins may use."""
-
-OWN_PAGE = "/ui"
-"""Prefix of the paths of the proxy's own page. `/ui/{file}` also matches `/ui/state`, which is a
-route of the operator."""
-
-Route = tuple[Access, web.RouteDef]
-
-
-def allow_origins(
-    app: web.Application,
-    config: ProxyConfig,
-    routes: Collection[Route],
-    options: Callable[[str, Handler], web.RouteDef],
-) -> list[Route]:
-    """Let web pages of the configured origins use the clients' routes; return preflight routes.
-
-    A path with at least one route for operators is excluded with all its routes. `options` declares
-    a route for the method OPTIONS.
-    """
-    if not config.allowed_origins:
-        return []
-    operators = {route.path for access, route in routes if access not in CLIENTS}
-    shared = [
-        route
-        for _, route in routes
-        if route.path not in operators and not route.path.startswith(OWN_PAGE)
-    ]
-    app.on_response_prepare.append(
-        partial(_mark, config.allowed_origins, {route.handler for route in shared})
-    )
-    # One handler for all: a route's class of access is looked up by its handler.
-    handler = partial(_preflight, config.allowed_origins)
-    return [
-        (Access.OPEN, options(path, handler))
-        for path in dict.fromkeys(route.path for route in shared)
-    ]
-
-
-async def _mark(
-    origins: Container[str],
-    handlers: Container[object],
-    request: web.Request,
-    response: web.StreamResponse,
-) -> None:
-    """Add the CORS headers that tell the browser whether the page may read the response."""
-    if request.match_info.handler in handlers:
-        response.headers.update(response_headers(origins, request.headers.get("Origin")))
-
-
-async def _preflight(origins: Container[str], request: web.Request) -> web.Response:
-    """Answer a preflight (`OPTIONS`). A browser sends no key with it."""
-    headers = preflight_headers(origins, request.headers)
-    if headers is None:
-        return await answer_unknown(request)
-    if ALLOWED in headers:
-        return web.Response(text="OK", headers=own_headers(request[VISIT].record) | headers)
-    error = RequestRefused(400, "Disallowed CORS origin", slug="cors_refused")
-    answer = error_response(request, error, request[VISIT])
-    answer.headers.update(headers)
-    return answer
 
 
 async def answer_unknown(request: web.Request) -> web.Response:

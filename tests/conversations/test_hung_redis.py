@@ -11,7 +11,7 @@ from epd.config import ProxyConfig
 from epd.conversations.conversations import Conversations
 from epd.conversations.stores import ConversationsInMemory, ConversationsInRedis
 from epd.conversations.turn import Turn
-from epd.discovery import stores as registrations
+from epd.discovery.redis_store import RegistrationsInRedis
 from tests.support.fleet import until
 from tests.support.redis_server import Certificates, RedisServer
 
@@ -37,7 +37,7 @@ async def taking(url: str) -> AsyncIterator[Callable[[], Awaitable[object]]]:
 
 @asynccontextmanager
 async def reading(url: str) -> AsyncIterator[Callable[[], Awaitable[object]]]:
-    async with registrations.RegistrationsInRedis.connected(url) as store:
+    async with RegistrationsInRedis.connected(url) as store:
         yield store.read
 
 

@@ -12,20 +12,14 @@ from structlog.testing import capture_logs
 
 from epd.config import ProxyConfig
 from epd.conversations.conversations import Conversations
+from epd.conversations.entry import Basis, ConversationEntry, Fingerprint, HeldBlocks, parse_entry
 from epd.conversations.stores import (
     ConversationsInMemory,
     ConversationsInRedis,
     ConversationStore,
     StoreAway,
 )
-from epd.conversations.turn import (
-    Basis,
-    ConversationEntry,
-    Fingerprint,
-    HeldBlocks,
-    Turn,
-    parse_entry,
-)
+from epd.conversations.turn import Turn
 from epd.redis_urls import MAX_CONNECTIONS
 from tests.support.redis_server import RedisServer
 

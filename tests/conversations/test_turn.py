@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from epd.conversations.capture import ReplyCapture
+from epd.conversations.entry import CHUNK, Fingerprint
 from epd.conversations.prompts import ALIKE, NEUTRAL, prompt_of
-from epd.conversations.turn import CHUNK, Fingerprint, ReplyCapture
 from epd.encoder_cache.identity import conversation_key
 from epd.tenants import ANONYMOUS, Scope, Tenant
 from epd.transfer.nixl import kept_params, shorten_params

@@ -10,7 +10,7 @@ from typing import Any
 import dns.resolver
 import pytest
 
-from epd.discovery import watching
+from epd.discovery import watched_names
 from epd.discovery.dns import DnsNames, LookUpFailed
 from epd.routing.instances import Role
 from tests.certificates import Authority
@@ -63,7 +63,7 @@ async def test_a_failing_name_server_differs_from_an_empty_answer(server: NameSe
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watching, "LOOK_UP_S", 0.05)
+    monkeypatch.setattr(watched_names, "LOOK_UP_S", 0.05)
 
 
 @asynccontextmanager

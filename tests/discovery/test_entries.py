@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.discovery.dns import DnsState
 from epd.discovery.entries import (
     EntriesInvalid,
     read_json,
@@ -14,6 +13,7 @@ from epd.discovery.entries import (
     registration,
     write_json,
 )
+from epd.discovery.watched_names import DnsState
 from epd.http.http1 import target_of
 from epd.routing.instances import Instance, Role
 from epd.routing.urls import (

@@ -17,7 +17,8 @@ from hypothesis.stateful import (
 )
 
 from epd.config import ProxyConfig
-from epd.edge.admission import Admission, FairQueue, Ticket
+from epd.edge.admission import Admission
+from epd.edge.fair_queue import FairQueue, Ticket
 from epd.edge.tenant_use import RateLimiter, TenantUse
 from epd.errors import Overloaded, TooManyRequests, TryLater
 from epd.tenants import Tenant

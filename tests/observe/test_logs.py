@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from epd.config import ProxyConfig
 from epd.events import RequestRecord, StageDone
-from epd.observe.logs import LogObserver, plain_line
+from epd.observe.logs import plain_line
+from epd.observe.request_log import LogObserver
 from epd.routing.instances import Role
 
 LIBRARY = """

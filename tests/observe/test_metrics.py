@@ -8,7 +8,7 @@ from prometheus_client.registry import Collector
 
 from epd import events
 from epd.observe.metric_defs import Figure
-from epd.observe.metrics import CounterValues, HistogramValues
+from epd.observe.metric_values import CounterValues, HistogramValues
 from epd.observe.worker_metrics import ReadCollector
 
 BOUNDS = (0.1, 0.5, 1, 2.5)

@@ -13,7 +13,7 @@ from aiohttp import web
 from pydantic import SecretStr
 from structlog.testing import capture_logs
 
-from epd.conversations.turn import parse_entry
+from epd.conversations.entry import parse_entry
 from epd.request import stages
 from epd.routing.instances import Role
 from epd.server.api_routes import CONVERSATIONS

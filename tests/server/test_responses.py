@@ -5,7 +5,7 @@ import pytest
 
 from epd.errors import BadRequest, UpstreamRejected
 from epd.events import StageDone, stage_seconds
-from epd.server.responses import reason_of
+from epd.server.error_responses import reason_of
 
 
 def test_an_error_has_openais_shape() -> None:

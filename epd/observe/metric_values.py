@@ -1,0 +1,62 @@
+"""Values of counters and histograms: plain dictionaries of one event loop.
+
+Without the locks of prometheus_client, counting takes a third of its time and adding to a histogram
+a quarter. A request updates a dozen of them.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+
+from prometheus_client.metrics_core import Metric
+
+from epd.events import (
+    Histogram,
+)
+from epd.observe.metric_defs import Figure, Value
+
+SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
+"""Upper bounds of histogram buckets."""
+
+
+class CounterValues:
+    """Values of a counter by its labels."""
+
+    def __init__(self, figure: Figure) -> None:
+        """Start empty, or at 0 for a counter without labels, which is shown at once."""
+        self.figure = figure
+        self._values: dict[tuple[Value, ...], float] = defaultdict(float)
+        if not figure.labels:
+            self.add((), 0)
+
+    def add(self, labels: tuple[Value, ...], amount: float = 1) -> None:
+        self._values[labels] += amount
+
+    def collect(self) -> Metric:
+        return self.figure.metric_family(self._values.items())
+
+
+class HistogramValues:
+    """Values of a histogram by its labels."""
+
+    def __init__(self, figure: Figure, bounds: Sequence[float] = SECONDS) -> None:
+        """Start empty. A histogram without labels is shown at once."""
+        self.figure = figure
+        self._values = defaultdict[tuple[Value, ...], Histogram](lambda: Histogram(bounds))
+        if not figure.labels:
+            self.histogram_for(())
+
+    def histogram_for(self, labels: tuple[Value, ...]) -> Histogram:
+        return self._values[labels]
+
+    def collect(self) -> Metric:
+        family = Metric(self.figure.name, self.figure.meaning, "histogram")
+        for labels, values in self._values.items():
+            named, below = self.figure.label_values(labels), 0
+            for bound, count in zip((*values.bounds, math.inf), values.counts, strict=True):
+                below += count
+                le = "+Inf" if bound == math.inf else repr(float(bound))
+                family.add_sample(f"{self.figure.name}_bucket", {**named, "le": le}, below)
+            family.add_sample(f"{self.figure.name}_count", named, below)
+            family.add_sample(f"{self.figure.name}_sum", named, values.sum)
+        return family
