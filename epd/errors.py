@@ -365,7 +365,7 @@ class EncodeMismatch(UpstreamFailed):
         )
 
 
-class AnswerTooLarge(UpstreamFailed):
+class ReplyTooLarge(UpstreamFailed):
     """The answer of an instance exceeds the proxy's limit. Another instance would exceed it too."""
 
     retryable = False

@@ -95,7 +95,7 @@ class SharedPage:
         number: int = NUMBER.unpack(found)[0] if len(found) == NUMBER.size else 0
         return number
 
-    def mark_wanted(self) -> None:
+    def ask(self) -> None:
         """Tell the writer that the page has a reader. Any process may call this.
 
         Raises:
@@ -104,7 +104,7 @@ class SharedPage:
         self._put(WANTED.pack(self._clock()), NUMBER.size)
 
     def wanted_within(self, seconds: float) -> bool:
-        """Return whether a reader has called `mark_wanted` within these seconds."""
+        """Return whether a reader has called `ask` within these seconds."""
         found = os.pread(self.descriptor, WANTED.size, NUMBER.size)
         wanted_s: float = WANTED.unpack(found)[0] if len(found) == WANTED.size else 0.0
         return wanted_s > 0.0 and self._clock() - wanted_s < seconds
@@ -216,7 +216,7 @@ class WorkerPages:
             if page is not self._page:
                 with suppress(OSError):  # reading it fails too, and is logged
                     awake &= page.wanted_within(self._pace.wanted_s)
-                    page.mark_wanted()
+                    page.ask()
         return awake
 
     def read(self, page: SharedPage) -> Any:

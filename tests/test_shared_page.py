@@ -142,7 +142,7 @@ def test_a_page_is_wanted_for_a_while(page: SharedPage) -> None:
     assert not page.wanted_within(math.inf)
     page.write(b"1")
     assert not page.wanted_within(math.inf)
-    SharedPage(page.descriptor, lambda: now_s).mark_wanted()
+    SharedPage(page.descriptor, lambda: now_s).ask()
     now_s += 5
 
     assert page.wanted_within(5.1)

@@ -18,7 +18,7 @@ SERVICE_LINK = re.compile(
 """Variables that Kubernetes sets in every pod for each Service with a name that begins with `epd`.
 """
 
-LINK = re.compile(r"(tcp|udp|sctp)://")
+SERVICE_ADDRESS = re.compile(r"(tcp|udp|sctp)://")
 """Prefix of the value of `EPD_PORT` if Kubernetes has set it for a Service named `epd`."""
 
 Source = Literal["flag", "environment", "file"]
@@ -66,5 +66,5 @@ def unknown_variables() -> Iterator[str]:
 
 
 def _is_service_link(variable: str, value: str) -> bool:
-    linked = variable.endswith("_PORT") and LINK.match(value) is not None
+    linked = variable.endswith("_PORT") and SERVICE_ADDRESS.match(value) is not None
     return linked or SERVICE_LINK.fullmatch(variable) is not None

@@ -16,7 +16,7 @@ from epd.redis_urls import close, redis_client, redis_errors
 KEY = "epd:instances"
 """Name of the hash; the `key` parameter of the URL replaces it."""
 
-MARK = b"version"
+VERSION_FIELD = b"version"
 """The field that marks a complete hash. Without it, Redis has lost the data."""
 
 TIMEOUT_S = 2.0
@@ -47,11 +47,11 @@ class RegistrationsInRedis:
 
     async def write(self, known: Instances, edit: Edit | None = None) -> Instances:
         async def change(pipe: Any) -> None:
-            whole = await pipe.hexists(self._key, MARK)
+            whole = await pipe.hexists(self._key, VERSION_FIELD)
             pipe.multi()
             if not whole:
                 pipe.delete(self._key)
-                pipe.hset(self._key, mapping={MARK: VERSION, **_fields(known)})
+                pipe.hset(self._key, mapping={VERSION_FIELD: VERSION, **_fields(known)})
             if edit is not None and edit.instance is not None:
                 pipe.hset(self._key, mapping=_fields((edit.instance,)))
             elif edit is not None:
@@ -68,10 +68,10 @@ def _fields(instances: Instances) -> dict[str | bytes, bytes | int]:
 
 
 def _instances(found: dict[bytes, bytes]) -> Instances | None:
-    if MARK not in found:
+    if VERSION_FIELD not in found:
         return None
     try:
-        rows = [read_json(value) for name, value in sorted(found.items()) if name != MARK]
+        rows = [read_json(value) for name, value in sorted(found.items()) if name != VERSION_FIELD]
     except EntriesInvalid as error:
         raise StoreFailed(f"the hash was not written by this proxy: {error}") from error
     return tuple(instance for row in rows for instance in row)

@@ -62,7 +62,7 @@ class AdmittedRequest(HeldBytes):
             self._admission.door.leave_queue(self._ticket)
 
     def enter_queue(self) -> Ticket:
-        """Return a ticket, which may have to wait for a place (`wait_place`).
+        """Return a ticket, which may have to wait for a slot (`wait_slot`).
 
         Raises:
             TooManyRequests: the tenant has too many requests, or the queue is full.
@@ -155,7 +155,7 @@ class Admission:
         self._new_use = new_use
         self.body_bytes = 0
         self.refused: Counter[Reason] = Counter()
-        # The process gets its share of places and bytes, and the limits of tenants. The workers
+        # The process gets its share of slots and bytes, and the limits of tenants. The workers
         # together keep the configured limits, for any distribution of the requests: they share the
         # requests and the rates of tenants (`TenantLedger`).
         self.config = config
@@ -189,8 +189,8 @@ class Admission:
             use = self._uses[tenant.name] = self._new_use(tenant.name)
         return use
 
-    async def wait_place(self, ticket: Ticket) -> None:
-        """Wait until the ticket has a place.
+    async def wait_slot(self, ticket: Ticket) -> None:
+        """Wait until the ticket has a slot.
 
         Raises:
             TooManyRequests: the request was removed from the full queue for another tenant's.

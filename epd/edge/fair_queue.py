@@ -9,7 +9,7 @@ from epd.tenants import Tenant
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """Request in the queue or with a place."""
+    """Request in the queue or with a slot."""
 
     tenant: Tenant
     where: Literal["queue", "inside", "displaced"] = "queue"
@@ -22,35 +22,35 @@ class Ticket:
             self._called.set()
 
     async def wait(self) -> None:
-        """Wait until the ticket has a place or is removed from the queue."""
+        """Wait until the ticket has a slot or is removed from the queue."""
         if self.where == "queue":
             self._called = asyncio.Event()
             await self._called.wait()
 
 
 class FairQueue:
-    """Bounded places and a bounded queue, fair between tenants.
+    """Bounded slots and a bounded queue, fair between tenants.
 
-    A free place goes to the oldest request of the next tenant, in round robin. If the queue is
+    A free slot goes to the oldest request of the next tenant, in round robin. If the queue is
     full, a new request replaces the newest request of the tenant with the most queued requests. So
-    no tenant can lock out another one, and no place is reserved and unused.
+    no tenant can lock out another one, and no slot is reserved and unused.
     """
 
-    def __init__(self, places: int, queue: int) -> None:
+    def __init__(self, slots: int, queue: int) -> None:
         self.inside = 0
         self.waiting = 0
-        self._places = places
+        self._slots = slots
         self._queue = queue
         self._lines: dict[Tenant, dict[Ticket, None]] = {}
         """Queues per tenant, none of them empty; the first one is next. Each queue is a dict,
         because a request may leave from any position."""
 
     def enter_queue(self, tenant: Tenant) -> Ticket | None:
-        """Return a ticket, with a place or in the queue. It must be passed to `leave_queue` once.
+        """Return a ticket, with a slot or in the queue. It must be passed to `leave_queue` once.
 
         Return None if the queue has no room for this tenant.
         """
-        if self.inside < self._places:  # then the queue is empty
+        if self.inside < self._slots:  # then the queue is empty
             self.inside += 1
             return Ticket(tenant, "inside")
         if self.waiting >= self._queue and not self._make_room(tenant):
@@ -61,7 +61,7 @@ class FairQueue:
         return ticket
 
     def leave_queue(self, ticket: Ticket) -> None:
-        """Release the ticket's place, or remove it from the queue."""
+        """Release the ticket's slot, or remove it from the queue."""
         if ticket.where == "queue":
             self._unqueue(ticket)
         elif ticket.where == "inside":
@@ -70,7 +70,7 @@ class FairQueue:
                 self._fill()
 
     def _fill(self) -> None:
-        while self._lines and self.inside < self._places:
+        while self._lines and self.inside < self._slots:
             tenant, line = next(iter(self._lines.items()))
             ticket = next(iter(line))
             self._unqueue(ticket)

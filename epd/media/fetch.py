@@ -152,10 +152,15 @@ class MediaFetcher:
             for items, medium in zip(same.values(), fetched, strict=True)
             for item in items
         }
-        cuts, marks = join_cuts(cuts, [memoryview(medium.base64) for medium in media.values()])
+        cuts, placeholders = join_cuts(
+            cuts, [memoryview(medium.base64) for medium in media.values()]
+        )
         parts = {
-            item: {**item.part, item.kind: {**item.part[item.kind], "url": medium.head + mark}}
-            for (item, medium), mark in zip(media.items(), marks, strict=True)
+            item: {
+                **item.part,
+                item.kind: {**item.part[item.kind], "url": medium.head + placeholder},
+            }
+            for (item, medium), placeholder in zip(media.items(), placeholders, strict=True)
         }
         return with_parts(body, parts), cuts
 

@@ -123,11 +123,11 @@ class MetricsObserver(Collector):
             self._degraded.add((model, kind))
         if event.policy is not None:
             self._policies.add((model, event.policy))
-        if event.items or event.places or event.media:
+        if event.items or event.placements or event.media:
             self._count_items(model, event)
 
     def _count_items(self, model: str, event: RequestRecord) -> None:
-        for labels, count in event.places.items():
+        for labels, count in event.placements.items():
             self._decisions.add((model, *labels), count)
         for result, count in event.items.items():
             self._items.add((model, result), count)

@@ -126,9 +126,10 @@ class LogObserver:
             fields[f"{stage}_s"] = round(seconds, 4)
         if event.items:
             fields["items"] = ",".join(f"{name}={count}" for name, count in event.items.items())
-        if event.places:
+        if event.placements:
             fields["encode_decisions"] = ",".join(
-                f"{decision}:{reason}={count}" for (decision, reason), count in event.places.items()
+                f"{decision}:{reason}={count}"
+                for (decision, reason), count in event.placements.items()
             )
         if event.prefix_tokens is not None:
             fields["prefix_tokens"] = event.prefix_tokens

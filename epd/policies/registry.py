@@ -10,18 +10,16 @@ from dataclasses import fields, is_dataclass
 from importlib.metadata import entry_points
 from typing import Any
 
-from epd.policies.plan import (
+from epd.policies.own import (
     Cost,
-    Course,
     EncodeLocal,
     EncodePD,
     EncodePrefillDecode,
-    Facts,
     PDOnly,
-    Policy,
     PrefillDecode,
     PrefillLocalDecodeRemote,
 )
+from epd.policies.policy import Course, Facts, Policy
 from epd.routing.instances import Role
 
 GROUP = "epd.policies"

@@ -22,7 +22,7 @@ from epd.routing.instances import ANSWERING, Instance, Role
 from epd.routing.retries import Retries
 from epd.routing.table import InstanceTable
 from epd.transfer.registry import EC_TRANSFERS
-from epd.upstream import Answer, Upstream
+from epd.upstream import Upstream, WholeReply
 
 CLUSTERS: Mapping[str, tuple[Stage, tuple[Role, ...]]] = {
     "encode_cluster": ("encode", (Role.ENCODE,)),
@@ -130,7 +130,7 @@ class Admin:
         conditions = {
             instance: condition(
                 states[instance],
-                answers=isinstance(result, Answer) and result.ok,
+                answers=isinstance(result, WholeReply) and result.ok,
                 routed=instance in routed,
             )
             for instance, result in results.items()
@@ -175,7 +175,8 @@ class Admin:
         results = await self._ask_all(f"/{command}_profile", PROFILE_TIMEOUT_S, headers, (body,))
         missing = HTTPStatus.NOT_FOUND
         if all(
-            isinstance(result, Answer) and result.status == missing for result in results.values()
+            isinstance(result, WholeReply) and result.status == missing
+            for result in results.values()
         ):
             raise RequestRefused(503, "no instance has a profiler", slug="profile_unavailable")
         return {
@@ -190,7 +191,7 @@ class Admin:
             )
         }
 
-    async def of_decode(self, path: str, headers: Mapping[str, str]) -> Answer:
+    async def of_decode(self, path: str, headers: Mapping[str, str]) -> WholeReply:
         """Return the answer of one decode instance to `GET` of this path.
 
         Raises:
@@ -225,10 +226,10 @@ class Admin:
         timeout_s: float,
         headers: Mapping[str, str] = MappingProxyType({}),
         body: Pieces | None = None,
-    ) -> dict[Instance, Answer | ProxyError]:
+    ) -> dict[Instance, WholeReply | ProxyError]:
         instances = self._table.of_roles(*Role)
 
-        async def ask_instance(instance: Instance) -> Answer | ProxyError:
+        async def ask_instance(instance: Instance) -> WholeReply | ProxyError:
             try:
                 return await self._upstream.fetch(
                     instance.url + path,
@@ -247,13 +248,13 @@ class Admin:
 ADMIN = web.AppKey("admin", Admin)
 
 
-def _status(result: Answer | ProxyError) -> InstanceStatus:
-    if isinstance(result, Answer):
+def _status(result: WholeReply | ProxyError) -> InstanceStatus:
+    if isinstance(result, WholeReply):
         return {"status": result.status}
     return {"status": None, "error": result.message}
 
 
-def _profiler_status(result: Answer | ProxyError) -> ProfilerStatus:
+def _profiler_status(result: WholeReply | ProxyError) -> ProfilerStatus:
     if isinstance(result, ProxyError):
         return {"status": None, "error": result.message}
     body = json_or_none(result.body)

@@ -166,7 +166,7 @@ async def build_components(
         MediaFetcher.open(config) if config.media_fetch == "proxy" else nullcontext() as media,
         _store(config, background) as cache,
         Conversations.from_config(config) as conversations,
-        _fleet(app, upstream, conversations, slot) as fleet,
+        _instances(app, upstream, conversations, slot) as fleet,
         _pipeline(app, upstream, media, cache, conversations, fleet) as pipeline,
     ):
         if tracer is not None:
@@ -194,7 +194,7 @@ def _store(
     return EncoderCache(partial(open_proxy_store, config.ec_store), config, background)
 
 
-class _Fleet(NamedTuple):
+class _Instances(NamedTuple):
     """The instances of the proxy, and how they transfer KV blocks."""
 
     table: InstanceTable
@@ -204,12 +204,12 @@ class _Fleet(NamedTuple):
 
 
 @asynccontextmanager
-async def _fleet(
+async def _instances(
     app: web.Application,
     upstream: Upstream,
     conversations: Conversations,
     slot: WorkerSlot | None,
-) -> AsyncIterator[_Fleet]:
+) -> AsyncIterator[_Instances]:
     """Keep the instances up to date: members, health, load and prefix caches."""
     config, background = app[CONFIG], app[BACKGROUND]
     changed = partial(_changed, app[OBSERVERS], conversations)
@@ -219,7 +219,7 @@ async def _fleet(
     )
     transfer = KV_TRANSFERS[config.kv_transfer]()
     registry = Registry(table, config.instances, fits=transfer.accepts_instance, on_change=changed)
-    fleet = _Fleet(table, Namespaces(table), transfer, make_checked_policies(config))
+    fleet = _Instances(table, Namespaces(table), transfer, make_checked_policies(config))
     sources = None if slot is None else slot.shared.sources
     async with (
         membership(config, registry, upstream, background, sources) as registrations,
@@ -241,7 +241,7 @@ async def _pipeline(  # noqa: PLR0913, PLR0917 - its collaborators
     media: MediaFetcher | None,
     cache: EncoderCache | None,
     conversations: Conversations,
-    fleet: _Fleet,
+    fleet: _Instances,
 ) -> AsyncIterator[Pipeline]:
     config, (table, namespaces, transfer, policies) = app[CONFIG], fleet
     ec_transfer = EC_TRANSFERS[config.ec_transfer]

@@ -1,4 +1,4 @@
-"""Intake of a request: the check of its key, its wait for a place, and the reading of its body."""
+"""Intake of a request: the check of its key, its wait for a slot, and the reading of its body."""
 
 import asyncio
 import math
@@ -65,9 +65,9 @@ TIMEOUT = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
 
 
 async def serve_request(request: web.Request, handler: Handler, visit: Visit) -> web.StreamResponse:
-    """Authenticate a request, wait for a place if it needs one, and answer it before its deadline.
+    """Authenticate a request, wait for a slot if it needs one, and answer it before its deadline.
 
-    Only `POST` requests to the API need a place: health and metrics must answer under overload.
+    Only `POST` requests to the API need a slot: health and metrics must answer under overload.
     """
     app, config = visit.app, visit.config
     costly = visit.api and request.method == "POST"
@@ -160,7 +160,7 @@ async def _queued(
     watcher = asyncio.create_task(_watch(request))
     try:
         with record.time_stage("queue", "proxy"):
-            await admission.wait_place(ticket)
+            await admission.wait_slot(ticket)
     finally:
         watcher.cancel()
     record.wait_for("proxy")

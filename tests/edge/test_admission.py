@@ -80,9 +80,9 @@ class DoorMachine(RuleBasedStateMachine):
 
     tickets = Bundle[Ticket]("tickets")
 
-    @initialize(places=st.integers(1, 4), queue=st.integers(0, 6))
-    def open(self, places: int, queue: int) -> None:
-        self.door, self.places, self.queue = FairQueue(places, queue), places, queue
+    @initialize(slots=st.integers(1, 4), queue=st.integers(0, 6))
+    def open(self, slots: int, queue: int) -> None:
+        self.door, self.slots, self.queue = FairQueue(slots, queue), slots, queue
         self.here: list[Ticket] = []
         self.waited: list[Ticket] = []
         self.passed_by = dict.fromkeys(TENANTS, 0)
@@ -133,10 +133,10 @@ class DoorMachine(RuleBasedStateMachine):
     @precondition(lambda self: hasattr(self, "door"))
     def is_consistent(self) -> None:
         inside = [ticket for ticket in self.here if ticket.where == "inside"]
-        assert self.door.inside == len(inside) <= self.places
+        assert self.door.inside == len(inside) <= self.slots
         assert self.door.waiting == len(self.waited) <= self.queue
         assert all(ticket.where == "queue" for ticket in self.waited)
-        assert not self.waited or len(inside) == self.places
+        assert not self.waited or len(inside) == self.slots
         waiting = {ticket.tenant for ticket in self.waited}
         # A request that leaves the queue and returns is behind all others.
         self.passed_by = {one: n if one in waiting else 0 for one, n in self.passed_by.items()}
@@ -179,7 +179,7 @@ class Visits:
         outcome = "cancelled"
         try:
             with self.admission.request(tenant) as held:
-                await self.admission.wait_place(held.enter_queue())
+                await self.admission.wait_slot(held.enter_queue())
                 held.grow(40)
                 await end.wait()
                 outcome = "served"
@@ -223,7 +223,7 @@ def test_each_request_ends_once_and_releases_its_place(
         refused = sum(outcome not in {"served", "cancelled"} for outcome in visits.outcomes)
         assert refused == sum(admitted.refused.values())
         assert (admitted.door.inside, admitted.door.waiting, admitted.body_bytes) == (0, 0, 0)
-        for tenant in TENANTS:  # all places are free again
+        for tenant in TENANTS:  # all slots are free again
             with ExitStack() as stack:
                 for _ in range(2):
                     stack.enter_context(arriving(admitted, tenant))
@@ -251,7 +251,7 @@ async def test_a_request_that_waits_too_long_gets_a_retry_after() -> None:
             arriving(admitted, BOB) as ticket,
             pytest.raises(Overloaded, match="too long in the queue"),
         ):
-            await admitted.wait_place(ticket)
+            await admitted.wait_slot(ticket)
 
         assert (admitted.door.inside, admitted.door.waiting) == (1, 0)
     assert admitted.refused == {"queue_timeout": 1}
@@ -286,7 +286,7 @@ async def test_a_full_queue_rejects_from_its_longest_line() -> None:
                 stack.enter_context(arriving(admitted, tenant))
             assert refused.value.slug == "queue_full"
         with pytest.raises(TooManyRequests, match="queue of waiting requests"):
-            await admitted.wait_place(alice[4])
+            await admitted.wait_slot(alice[4])
 
 
 def test_tenants_do_not_displace_each_others_requests_in_turns() -> None:

@@ -412,7 +412,7 @@ async def test_connection_stops_sending_a_body_after_a_rejection(length: int) ->
     rejection = answer(b"no", 413, length=length)
     async with asking([read_head(), send(rejection), wait(0.2), count]) as here:
         connection = await here.ask(body)
-        assert (connection.answer.status, await connection.chunk(in_s(LONG_S))) == (413, b"no")
+        assert (connection.reply.status, await connection.chunk(in_s(LONG_S))) == (413, b"no")
         await asyncio.sleep(0.5)
         assert not connection.is_usable
         here.pool.give_back(connection)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import epd
 from epd.api.prompts import prompt_tokens
 from epd.config.proxy_config import make_checked_policies
-from epd.policies.plan import Course, Facts
+from epd.policies.policy import Course, Facts
 from epd.policies.registry import OWN, Policies, PolicyInvalid, find_policy, make_policies
 from epd.routing.instances import Role
 
@@ -296,7 +296,7 @@ def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 PLUGIN = """
 from dataclasses import dataclass
 
-from epd.policies.plan import Course, Facts
+from epd.policies.policy import Course, Facts
 
 FEW = 2
 

@@ -13,7 +13,7 @@ from epd.config.fields import (
     SecondsOrNone,
     Section,
 )
-from epd.policies.plan import DecodeFrom
+from epd.policies.policy import DecodeFrom
 from epd.routing import BalanceName, ItemBalanceName
 from epd.routing.instances import ANSWERING, Role
 
