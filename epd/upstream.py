@@ -191,15 +191,19 @@ class Reply:
         `may_hold` gets the size of each part. After None, `chunk` first returns what was read.
         """
         reply = self._connection.reply
-        if reply.complete and not self._ahead and may_hold(reply.held):
+        if reply.complete and not self._ahead and may_hold(reply.unread_bytes):
             self._body = self._connection.take_body()
             return self._body
-        parts, held = list[bytes](), True
-        while held and (self._ahead or not reply.has_ended) and (chunk := await self.chunk(idle_s)):
+        parts, accepted = list[bytes](), True
+        while (
+            accepted
+            and (self._ahead or not reply.has_ended)
+            and (chunk := await self.chunk(idle_s))
+        ):
             parts.append(chunk)
-            held = may_hold(len(chunk))
+            accepted = may_hold(len(chunk))
         read = parts[0] if len(parts) == 1 else b"".join(parts)
-        if not held:
+        if not accepted:
             self._ahead = read
             return None
         self._body = read

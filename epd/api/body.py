@@ -86,7 +86,12 @@ def cut_media(raw: bytes | bytearray) -> tuple[bytes | bytearray, Cuts]:
     if len(raw) <= WINDOW:
         return raw, NO_CUTS
     token = _token()
-    whole, kept, cuts, end = memoryview(raw), list[bytes | memoryview](), dict[str, memoryview](), 0
+    whole, parts, cuts, end = (
+        memoryview(raw),
+        list[bytes | memoryview](),
+        dict[str, memoryview](),
+        0,
+    )
     for start, stop in _media(raw):
         escaped = raw.find(b"\\", start, stop) >= 0
         text = _unescaped(whole[start:stop]) if escaped else whole[start:stop]
@@ -94,11 +99,11 @@ def cut_media(raw: bytes | bytearray) -> tuple[bytes | bytearray, Cuts]:
             continue
         placeholder = f"{token}{len(cuts):0{NUMBER_DIGITS}}"
         cuts[placeholder] = text
-        kept += whole[end:start], placeholder.encode()
+        parts += whole[end:start], placeholder.encode()
         end = stop
     if not cuts:
         return raw, NO_CUTS
-    return b"".join((*kept, whole[end:])), cuts
+    return b"".join((*parts, whole[end:])), cuts
 
 
 def join_cuts(cuts: Cuts, texts: Sequence[memoryview]) -> tuple[Cuts, list[str]]:

@@ -117,8 +117,8 @@ class Endpoint:
 
     def _one_token(self, body: Body) -> Body:
         limits = {field: 1 for field in self.limits if field in body}
-        kept = {key: value for key, value in body.items() if key not in NOT_FOR_PREFILL}
-        return {**kept, **limits, self.limits[0]: 1}
+        fields = {key: value for key, value in body.items() if key not in NOT_FOR_PREFILL}
+        return {**fields, **limits, self.limits[0]: 1}
 
     def content_type(self, body: Body) -> str:  # noqa: ARG002
         return JSON
@@ -138,8 +138,8 @@ class Endpoint:
 
 def is_stream(body: Body) -> bool:
     """Return whether a request asks for a stream, as vLLM's parser (pydantic) reads the field."""
-    asked = body.get("stream")
-    return asked.lower() not in FALSE if isinstance(asked, str) else bool(asked)
+    stream = body.get("stream")
+    return stream.lower() not in FALSE if isinstance(stream, str) else bool(stream)
 
 
 def encode_json(body: Body, cuts: Cuts) -> Pieces:

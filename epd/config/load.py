@@ -16,14 +16,14 @@ from ec_store.config import redacted
 from epd.config.fields import flag_of
 from epd.config.flags import FIELDS, GROUPS, SECRETS, name_of
 from epd.config.proxy_config import ConfigInvalid, ProxyConfig
-from epd.config.sources import Given, from_environment, unknown_variables
+from epd.config.sources import Setting, from_environment, unknown_variables
 from epd.config.yaml_file import read_yaml
 
 MAX_SECRET_BYTES = 64 * 1024
 NO_TEXT = re.compile(r"[\ud800-\udfff]")
 """Characters that Python decodes from invalid UTF-8 in flags and in the environment."""
 
-Layer = Mapping[str, Given]
+Layer = Mapping[str, Setting]
 """Settings of one source, by the names of `FIELDS`."""
 
 
@@ -33,13 +33,14 @@ class Loaded:
 
     Attributes:
         config: complete configuration.
-        given: settings with a given value, by the names of `FIELDS`; the others have defaults.
+        settings: settings that the operator has set, by the names of `FIELDS`; the others have
+            defaults.
         unknown: messages about unknown variables that have the prefix of settings. They are not
             errors: the environment may have the variables of other programs.
     """
 
     config: ProxyConfig
-    given: Layer
+    settings: Layer
     unknown: tuple[str, ...] = ()
 
 
@@ -54,22 +55,27 @@ def load(flags: Mapping[str, Any]) -> Loaded:
     """
     reasons: list[str] = []
     layers: list[Layer] = [
-        {name: Given(value, "flag", flag_of(name), flag_of(name)) for name, value in flags.items()},
+        {
+            name: Setting(value, "flag", flag_of(name), flag_of(name))
+            for name, value in flags.items()
+        },
         from_environment(),
     ]
     layers.append(_file(layers, reasons))
-    given = _texts(_first(layers, reasons), reasons)
+    settings = _texts(_first(layers, reasons), reasons)
     values = {
-        name: setting.value for name, setting in given.items() if name in ProxyConfig.model_fields
+        name: setting.value
+        for name, setting in settings.items()
+        if name in ProxyConfig.model_fields
     }
-    values |= _secrets(given, reasons)
+    values |= _secrets(settings, reasons)
     try:
         config = ProxyConfig.model_validate(values)
     except ValidationError as invalid:
-        reasons += _error_lines(invalid, given, complete=not reasons)
+        reasons += _error_lines(invalid, settings, complete=not reasons)
     if reasons:
         raise ConfigInvalid(reasons)
-    return Loaded(config, given, tuple(unknown_variables()))
+    return Loaded(config, settings, tuple(unknown_variables()))
 
 
 def _file(layers: Iterable[Layer], reasons: list[str]) -> Layer:
@@ -84,25 +90,25 @@ def _file(layers: Iterable[Layer], reasons: list[str]) -> Layer:
         return {}
 
 
-def _first(layers: Sequence[Layer], reasons: list[str]) -> dict[str, Given]:
+def _first(layers: Sequence[Layer], reasons: list[str]) -> dict[str, Setting]:
     """Return each setting from the first source that has it; a secret and its file are one."""
-    given: dict[str, Given] = {}
+    settings: dict[str, Setting] = {}
     for layer in reversed(layers):
         for name in SECRETS:
             here = [layer[key] for key in (name, f"{name}_file") if key in layer]
             if len(here) > 1:
                 reasons.append(f"{here[0].where} and {here[1].where} exclude each other: keep one")
             if here:
-                given.pop(name, None)
-                given.pop(f"{name}_file", None)
-        given |= layer
-    return given
+                settings.pop(name, None)
+                settings.pop(f"{name}_file", None)
+        settings |= layer
+    return settings
 
 
-def _texts(given: Layer, reasons: list[str]) -> Layer:
+def _texts(settings: Layer, reasons: list[str]) -> Layer:
     """Return the settings that are valid UTF-8: others cannot be sent to other processes."""
     texts = {}
-    for name, setting in given.items():
+    for name, setting in settings.items():
         values = setting.value if isinstance(setting.value, tuple | list) else (setting.value,)
         if any(NO_TEXT.search(str(value)) for value in values):
             reasons.append(f"{setting.label} is not UTF-8")
@@ -111,11 +117,11 @@ def _texts(given: Layer, reasons: list[str]) -> Layer:
     return texts
 
 
-def _secrets(given: Layer, reasons: list[str]) -> dict[str, str]:
+def _secrets(settings: Layer, reasons: list[str]) -> dict[str, str]:
     """Return the secrets from their files, without surrounding white space."""
     found = {}
     for name in SECRETS:
-        if (file := given.get(f"{name}_file")) is None:
+        if (file := settings.get(f"{name}_file")) is None:
             continue
         try:
             with Path(file.value).open("rb") as opened:
@@ -132,7 +138,7 @@ def _secrets(given: Layer, reasons: list[str]) -> dict[str, str]:
     return found
 
 
-def _error_lines(invalid: ValidationError, given: Layer, *, complete: bool) -> list[str]:
+def _error_lines(invalid: ValidationError, settings: Layer, *, complete: bool) -> list[str]:
     """Return a line for each error.
 
     If a source could not be read, conflicting settings are not reported: the unread source may
@@ -145,7 +151,7 @@ def _error_lines(invalid: ValidationError, given: Layer, *, complete: bool) -> l
         message = message.partition(", unable to parse")[0]
         if not complete and not name:
             continue
-        setting = given.get(name) or given.get(f"{name}_file")
+        setting = settings.get(name) or settings.get(f"{name}_file")
         label = setting.label if setting else name_of(name) if name else ""
         lines += [f"{label} {line}".lstrip() for line in message.splitlines()]
     return lines
@@ -155,14 +161,14 @@ def as_yaml(loaded: Loaded) -> str:
     """Return a file for `--config` with the same settings; secrets and passwords are comments."""
     values = loaded.config.model_dump(mode="json")  # secrets as asterisks
     return "\n".join(
-        f"# {title}\n{''.join(_lines(section.model_fields, values, loaded.given))}"
+        f"# {title}\n{''.join(_lines(section.model_fields, values, loaded.settings))}"
         for title, section in GROUPS.items()
     )
 
 
-def _lines(names: Iterable[str], values: Mapping[str, Any], given: Layer) -> Iterator[str]:
+def _lines(names: Iterable[str], values: Mapping[str, Any], settings: Layer) -> Iterator[str]:
     for name in names:
-        setting = given.get(name)
+        setting = settings.get(name)
         if name == "config" or (name in SECRETS and setting is None):
             continue
         value = values.get(name, setting and setting.value)

@@ -25,7 +25,7 @@ Source = Literal["flag", "environment", "file"]
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class Setting:
     """Value that an operator has set.
 
     Attributes:
@@ -41,7 +41,7 @@ class Given:
     label: str
 
 
-def from_environment() -> dict[str, Given]:
+def from_environment() -> dict[str, Setting]:
     """Return the settings of the environment, by the names of `FIELDS`."""
     values = {variable.upper(): value for variable, value in os.environ.items()}
     found = {}
@@ -49,7 +49,7 @@ def from_environment() -> dict[str, Given]:
         for variable in variables_of(name):
             value = values.get(variable)
             if value is not None and not _is_service_link(variable, value):
-                found[name] = Given(value, "environment", variable, variable)
+                found[name] = Setting(value, "environment", variable, variable)
                 break
     return found
 

@@ -13,7 +13,7 @@ from yaml.constructor import ConstructorError
 
 from epd.config.flags import SECRETS, variables_of
 from epd.config.proxy_config import ConfigInvalid
-from epd.config.sources import Given
+from epd.config.sources import Setting
 from epd.parser import unknown_message
 
 MAX_BYTES = 1024**2
@@ -28,7 +28,7 @@ OCTAL = re.compile(r"[-+]?0[0-9_]+")
 """Number with a leading 0: octal in YAML 1.1, decimal in YAML 1.2."""
 
 
-def read_yaml(path: Path, names: Collection[str], reasons: list[str]) -> dict[str, Given]:
+def read_yaml(path: Path, names: Collection[str], reasons: list[str]) -> dict[str, Setting]:
     """Return the settings of a file. A key without a value sets nothing.
 
     `names` are those that the file may have; `reasons` gets an error message for each invalid line.
@@ -42,7 +42,7 @@ def read_yaml(path: Path, names: Collection[str], reasons: list[str]) -> dict[st
     if not isinstance(root, yaml.MappingNode):
         raise ConfigInvalid([f"{path}:{_line(root)}: must be lines of `name: value`"])
     lines: dict[str, int] = {}
-    found: dict[str, Given] = {}
+    found: dict[str, Setting] = {}
     for key, node in root.value:
         try:
             name = _name(key, names, lines)
@@ -52,7 +52,7 @@ def read_yaml(path: Path, names: Collection[str], reasons: list[str]) -> dict[st
             continue
         if value is not None:
             where = f"{path}:{_line(key)}"
-            found[name] = Given(value, "file", where, f"{where}: {name}")
+            found[name] = Setting(value, "file", where, f"{where}: {name}")
     return found
 
 

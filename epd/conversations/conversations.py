@@ -18,7 +18,7 @@ from epd.conversations.entry import (
     MAX_ENTRY_BYTES,
     ConversationEntry,
     Fingerprint,
-    HeldBlocks,
+    StoredBlocks,
     parse_entry,
 )
 from epd.conversations.stores import (
@@ -120,18 +120,18 @@ class Conversations:
             self.results["stale"] += 1
         else:
             turn.before = before
-            if before.held is None:
+            if before.blocks is None:
                 self.results["miss"] += 1
 
     async def store_turn(self, turn: AnsweredTurn) -> None:
         """Store the entry of a turn after its answer ended without an error."""
-        held = self._held_blocks(turn)
-        if held is not None:
-            self._know(turn.decode, held.engine)
-        entry = ConversationEntry(self._clock(), turn.decode, turn.prefill, held)
+        blocks = self._blocks_of(turn)
+        if blocks is not None:
+            self._know(turn.decode, blocks.engine)
+        entry = ConversationEntry(self._clock(), turn.decode, turn.prefill, blocks)
         written = entry.to_json()
         if len(written) > MAX_ENTRY_BYTES:
-            written = replace(entry, held=None).to_json()
+            written = replace(entry, blocks=None).to_json()
         ttl_s = self._config.conversation_ttl
         await self._ask(lambda: self.store.put(turn.key, written, ttl_s))
 
@@ -143,7 +143,7 @@ class Conversations:
         self._lost_s[decode] = now_s
         self._engines.pop(decode, None)
 
-    def _held_blocks(self, turn: AnsweredTurn) -> HeldBlocks | None:
+    def _blocks_of(self, turn: AnsweredTurn) -> StoredBlocks | None:
         """Return the blocks that decode holds of a turn; None if unknown or unusable."""
         basis, reply = turn.basis, turn.capture
         if basis is None or reply is None or reply.params is None or not reply.prompt:
@@ -155,7 +155,7 @@ class Conversations:
             fingerprint = Fingerprint.of_tokens(tokens, self.token_key)
         except ValueError:
             return None
-        return HeldBlocks({**params}, fingerprint, basis)
+        return StoredBlocks({**params}, fingerprint, basis)
 
     def _know(self, decode: str, engine: str) -> None:
         """Record the engine of an instance. It differs after each start."""
@@ -169,12 +169,12 @@ class Conversations:
         The store's own expiry is not enough: it uses the time to live at the time of writing, and
         Redis counts from the arrival of the write.
         """
-        if entry.kept_s < self._clock() - self._config.conversation_ttl:
+        if entry.stored_s < self._clock() - self._config.conversation_ttl:
             return True
-        if entry.kept_s < self._lost_s.get(entry.decode, 0.0):
+        if entry.stored_s < self._lost_s.get(entry.decode, 0.0):
             return True
         known = self._engines.get(entry.decode)
-        return entry.held is not None and known not in {None, entry.held.engine}
+        return entry.blocks is not None and known not in {None, entry.blocks.engine}
 
     async def _ask(self, call: Callable[[], Awaitable[T]]) -> tuple[bool, T | None]:
         """Return whether the store answered, and its answer."""

@@ -97,7 +97,7 @@ class Basis(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class HeldBlocks:
+class StoredBlocks:
     """KV blocks that a decode instance holds for a limited time.
 
     Attributes:
@@ -121,16 +121,16 @@ class ConversationEntry:
     """The state of a conversation after a turn.
 
     Attributes:
-        kept_s: time of storing, by `time.time`, because other proxies read it.
+        stored_s: time of storing, by `time.time`, because other proxies read it.
         decode: URL of the decode instance.
         prefill: URL of the prefill instance; None without prefill.
-        held: blocks that decode holds, if known.
+        blocks: blocks that decode holds, if known.
     """
 
-    kept_s: float
+    stored_s: float
     decode: str
     prefill: str | None = None
-    held: HeldBlocks | None = None
+    blocks: StoredBlocks | None = None
 
     def to_json(self) -> bytes:
         return _ENTRY.dump_json(self)
@@ -143,8 +143,8 @@ def parse_entry(written: bytes) -> ConversationEntry | None:
     """Parse an entry; return None for an invalid one, which another version may have written."""
     try:
         entry = _ENTRY.validate_json(written)
-        held = entry.held
-        usable = held is None or kept_params(held.params, entry.decode) is not None
+        blocks = entry.blocks
+        usable = blocks is None or kept_params(blocks.params, entry.decode) is not None
     except ValueError:  # a ValidationError too
         return None
     return entry if usable else None

@@ -14,7 +14,7 @@ from epd.config.sections import ConfigFields
 from epd.edge.fair_queue import FairQueue, Ticket
 from epd.edge.tenant_use import RateLimiter, TenantUse
 from epd.errors import Overloaded, TooManyRequests, TryLater
-from epd.media.held_bytes import HeldBytes
+from epd.media.memory_count import MemoryCount
 from epd.tenants import Tenant
 
 Reason = Literal[
@@ -38,7 +38,7 @@ REFUSALS: Mapping[Reason, tuple[type[TryLater], str, str]] = {
 
 
 @dataclass(slots=True, eq=False)
-class AdmittedRequest(HeldBytes):
+class AdmittedRequest(MemoryCount):
     """Place and bytes of one request. The end of the context releases both.
 
     Attributes:

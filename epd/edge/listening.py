@@ -53,13 +53,13 @@ def listening_at(path: Path, backlog: int = BACKLOG) -> Iterator[socket.socket]:
         with _lock_folder(path.parent):
             _remove_stale(path)
             listener.bind(str(path))
-            own = path.stat()
+            status = path.stat()
             # Within the lock: another process would find a file without a listener stale.
             listener.listen(backlog)
         try:
             yield listener
         finally:
-            _remove(path, own)
+            _remove(path, status)
 
 
 @contextmanager
@@ -92,11 +92,11 @@ def _remove_stale(path: Path) -> None:
     raise OSError(errno.EADDRINUSE, "another process listens on it")
 
 
-def _remove(path: Path, own: os.stat_result) -> None:
+def _remove(path: Path, status: os.stat_result) -> None:
     """Remove the file, unless another process has replaced it."""
     with suppress(FileNotFoundError):
         now = path.lstat()
-        if (now.st_dev, now.st_ino) == (own.st_dev, own.st_ino):
+        if (now.st_dev, now.st_ino) == (status.st_dev, status.st_ino):
             path.unlink()
 
 

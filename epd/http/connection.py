@@ -165,7 +165,7 @@ class Connection(asyncio.Protocol):
             raise Broken from self._failure
 
     async def wait_body(self, until_s: float) -> None:
-        while not (self.reply.held or self.reply.complete):
+        while not (self.reply.unread_bytes or self.reply.complete):
             await self._wait(until_s)
 
     async def chunk(self, until_s: float) -> bytes:
@@ -194,7 +194,7 @@ class Connection(asyncio.Protocol):
         sink = self._sink
         if sink is None:
             return False
-        if self.reply.held:
+        if self.reply.unread_bytes:
             data = self.take_body()
             self._until_s = self._loop.time() + self._idle_s
             if not sink(data):
@@ -263,7 +263,7 @@ class Connection(asyncio.Protocol):
             self.abort()
         if self._pour_received() and self._failure is None:
             return
-        if self.reply.held > READ_BUFFER_BYTES and self._reading:
+        if self.reply.unread_bytes > READ_BUFFER_BYTES and self._reading:
             self._reading = False
             self._transport.pause_reading()
         self._wake()

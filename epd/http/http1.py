@@ -27,13 +27,13 @@ class Origin:
 
     Attributes:
         host: host for the lookup, including the final dot of an absolute name.
-        named: whether the host is a name, which needs a lookup.
+        is_name: whether the host is a name, which needs a lookup.
     """
 
     host: str
     port: int
     tls: bool
-    named: bool
+    is_name: bool
 
     def __hash__(self) -> int:
         # A str caches its hash, and each request looks up idle connections by origin.
@@ -116,7 +116,7 @@ class ReplyReader:
         begun: whether a byte of the reply has been received.
         status: status of the reply; 0 before its head.
         headers: headers, case-insensitive.
-        held: number of received body bytes that have not been taken.
+        unread_bytes: number of received body bytes that have not been taken.
         complete: whether the whole reply has been received.
         reusable: whether the connection can carry another reply.
     """
@@ -129,14 +129,14 @@ class ReplyReader:
         self.begun = self.complete = self.reusable = False
         self.status = 0
         self.headers: CIMultiDict[str] = CIMultiDict()
-        self.held = 0
+        self.unread_bytes = 0
         self._chunks: list[bytes] = []
         self._fields: list[tuple[bytes, bytes]] = []
         self._head_bytes = 0
 
     @property
     def has_ended(self) -> bool:
-        return self.complete and not self.held
+        return self.complete and not self.unread_bytes
 
     def feed(self, data: bytes) -> None:
         """Parse the next received data. Raise `Malformed` if it is not a valid reply."""
@@ -164,7 +164,7 @@ class ReplyReader:
         chunks = self._chunks
         if not chunks:
             return b""
-        self._chunks, self.held = [], 0
+        self._chunks, self.unread_bytes = [], 0
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     # Callbacks of the parser.
@@ -194,7 +194,7 @@ class ReplyReader:
 
     def on_body(self, data: bytes) -> None:
         self._chunks.append(data)
-        self.held += len(data)
+        self.unread_bytes += len(data)
 
     def on_message_complete(self) -> None:
         if self.status:  # and the reply is not an interim one

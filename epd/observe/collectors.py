@@ -130,8 +130,8 @@ def quarantine_metrics(fatal: FatalRequests) -> Iterator[Metric]:
 
 def conversation_metrics(conversations: Conversations) -> Iterator[Metric]:
     """Yield the results of turns, and the stored conversations except those in Redis."""
-    kept, results = conversations.store.entry_count, conversations.results
-    yield metric_defs.CONVERSATIONS.metric_family([] if kept is None else [((), kept)])
+    count, results = conversations.store.entry_count, conversations.results
+    yield metric_defs.CONVERSATIONS.metric_family([] if count is None else [((), count)])
     yield metric_defs.CONVERSATION_TURNS.metric_family(
         [((result,), results[result]) for result in RESULTS]
     )

@@ -35,16 +35,16 @@ class WorkerMetrics(Collector):
     """Collector of one worker's metrics and of the sums over all workers."""
 
     def __init__(
-        self, own: Collector, pages: Sequence[SharedPage], index: int, pace: Pace = PACE
+        self, metrics: Collector, pages: Sequence[SharedPage], index: int, pace: Pace = PACE
     ) -> None:
-        """Collect `own` and `pages`: those of all workers, this one's at `index`."""
-        self._own = own
+        """Collect `metrics` and `pages`: those of all workers, this one's at `index`."""
+        self._metrics = metrics
         self._all = pages
         self.pages = WorkerPages(pages, index, self._dumped, "metrics", pace)
         self._earlier = counted(load(self.pages.read(pages[index])))
 
     def _dumped(self) -> Dumped:
-        return dump(merge_pages([self._earlier, self._own.collect()]))
+        return dump(merge_pages([self._earlier, self._metrics.collect()]))
 
     def collect(self) -> Iterator[Metric]:
         """Yield the sums over all workers, with this worker's current values."""

@@ -10,7 +10,7 @@ from dataclasses import fields, is_dataclass
 from importlib.metadata import entry_points
 from typing import Any
 
-from epd.policies.own import (
+from epd.policies.builtin import (
     Cost,
     EncodeLocal,
     EncodePD,
@@ -25,7 +25,7 @@ from epd.routing.instances import Role
 GROUP = "epd.policies"
 """Entry points of this group are policies: dataclasses with a method `course`."""
 
-OWN: Mapping[str, type[Policy]] = {
+BUILTIN: Mapping[str, type[Policy]] = {
     "encode_prefill_decode": EncodePrefillDecode,
     "encode_pd": EncodePD,
     "encode_local": EncodeLocal,
@@ -65,14 +65,14 @@ def find_policy(name: str) -> Any:
     Raises:
         PolicyInvalid: there is no such policy, or it cannot be loaded.
     """
-    if (own := OWN.get(name)) is not None:
-        return own
+    if name in BUILTIN:
+        return BUILTIN[name]
     match list(entry_points(group=GROUP, name=name)):
         case [entry_point]:
             where = f"{name} ({entry_point.value})"
         case []:
-            others = {found.name for found in entry_points(group=GROUP)} - OWN.keys()
-            known = ", ".join([*OWN, *sorted(others)])
+            others = {found.name for found in entry_points(group=GROUP)} - BUILTIN.keys()
+            known = ", ".join([*BUILTIN, *sorted(others)])
             raise PolicyInvalid(f"there is no policy {name!r}; known: {known}")
         case several:
             brought = ", ".join(found.value for found in several)
@@ -136,7 +136,7 @@ class Policies:
                     "for the encoder output of every item (--ec-consumer-zmq-addrs alone selects "
                     "that transfer too)"
                 )
-        if not served and OWN.keys() >= self._policies.keys():  # others may need other facts
+        if not served and BUILTIN.keys() >= self._policies.keys():  # others may need other facts
             raise PolicyInvalid(
                 f"{', '.join(self._policies)}: no request would be served, because there are only "
                 f"instances of these roles: {', '.join(sorted(roles))}"
@@ -150,4 +150,4 @@ def _decides_by_kind(policy: Policy) -> bool:
     """
     if isinstance(policy, PDOnly):
         return policy.skip_prefill_for_text  # else it counts tokens
-    return type(policy) in OWN.values()
+    return type(policy) in BUILTIN.values()

@@ -180,10 +180,10 @@ class Admin:
         ):
             raise RequestRefused(503, "no instance has a profiler", slug="profile_unavailable")
         return {
-            stage: answers
+            stage: replies
             for stage, roles in CLUSTERS.values()
             if (
-                answers := {
+                replies := {
                     instance.url: _profiler_status(result)
                     for instance, result in results.items()
                     if instance.role in roles
@@ -202,7 +202,7 @@ class Admin:
             while True:
                 try:
                     tried.append(self._models.best_instance(tried, balance="round_robin"))
-                    answer = await self._upstream.fetch(
+                    reply = await self._upstream.fetch(
                         tried[-1].url + path,
                         stage="decode",
                         headers=headers,
@@ -214,11 +214,9 @@ class Admin:
                     if delay_s is None:
                         raise
                     await tries.next_try(error, delay_s)
-        if not answer.ok:
-            raise UpstreamRejected(
-                answer.status, answer.body, stage="decode", headers=answer.headers
-            )
-        return answer
+        if not reply.ok:
+            raise UpstreamRejected(reply.status, reply.body, stage="decode", headers=reply.headers)
+        return reply
 
     async def _ask_all(
         self,
@@ -241,8 +239,8 @@ class Admin:
             except ProxyError as error:
                 return error
 
-        answers = await asyncio.gather(*map(ask_instance, instances))
-        return dict(zip(instances, answers, strict=True))
+        replies = await asyncio.gather(*map(ask_instance, instances))
+        return dict(zip(instances, replies, strict=True))
 
 
 ADMIN = web.AppKey("admin", Admin)

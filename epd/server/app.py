@@ -91,7 +91,7 @@ from epd.server.middlewares import answer_unknown, direct, observe
 from epd.server.openapi import openapi_json
 from epd.server.operator_routes import METRICS
 from epd.server.page_routes import BOARD
-from epd.server.responses import own_headers
+from epd.server.responses import response_headers
 from epd.transfer.ec import ECTransfer
 from epd.transfer.kv import KVTransfer
 from epd.transfer.registry import EC_TRANSFERS, KV_TRANSFERS
@@ -362,7 +362,7 @@ async def openapi(request: web.Request) -> web.Response:
     # It takes 0.1 s to make.
     body = await asyncio.to_thread(openapi_document, visit.config.root_path)
     return web.Response(
-        body=body, content_type="application/json", headers=own_headers(visit.record)
+        body=body, content_type="application/json", headers=response_headers(visit.record)
     )
 
 

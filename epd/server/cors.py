@@ -16,7 +16,7 @@ from epd.errors import RequestRefused
 from epd.server.app_keys import VISIT
 from epd.server.error_responses import error_response
 from epd.server.middlewares import answer_unknown
-from epd.server.responses import own_headers
+from epd.server.responses import response_headers
 
 CLIENTS = frozenset({Access.OPEN, Access.TENANT})
 """Classes of access of the routes that web pages of other origins may use."""
@@ -103,7 +103,7 @@ async def _preflight(origins: Container[str], request: web.Request) -> web.Respo
     if names and names.isascii() and names.isprintable():
         headers["Access-Control-Allow-Headers"] = names
     if ALLOWED in headers:
-        return web.Response(text="OK", headers=own_headers(request[VISIT].record) | headers)
+        return web.Response(text="OK", headers=response_headers(request[VISIT].record) | headers)
     error = RequestRefused(400, "Disallowed CORS origin", slug="cors_refused")
     answer = error_response(request, error, request[VISIT])
     answer.headers.update(headers)

@@ -7,7 +7,7 @@ from aiohttp import web
 from epd.errors import ProxyError, RequestRefused, UpstreamRejected
 from epd.server.app_keys import Visit
 from epd.server.key_judge import DENIED
-from epd.server.responses import identity_headers, own_headers
+from epd.server.responses import identity_headers, response_headers
 
 SAME_FOR_ALL = {"x-epd-stage": "decode", "x-epd-error": "decode_rejected"}
 """Headers of the response to a rejected key, independent of the stage that rejected it."""
@@ -69,7 +69,7 @@ def error_response(request: web.Request, error: ProxyError, visit: Visit) -> web
         if isinstance(error, UpstreamRejected):
             error, headers = error.at_param(None), headers | SAME_FOR_ALL
     else:
-        headers = error.headers | own_headers(visit.record)
+        headers = error.headers | response_headers(visit.record)
     response = web.Response(
         status=error.status,
         body=visit.endpoint.error(error),

@@ -93,9 +93,9 @@ async def serve_request(request: web.Request, handler: Handler, visit: Visit) ->
 
 def _limit_s(request: web.Request, config: ConfigFields) -> float:
     """Return how long the whole request may take, in seconds, its wait in the queue included."""
-    asked = request.headers.get("x-request-timeout")
-    if asked is not None and TIMEOUT.fullmatch(asked):
-        return min(config.request_timeout_s, float(asked))
+    seconds = request.headers.get("x-request-timeout")
+    if seconds is not None and TIMEOUT.fullmatch(seconds):
+        return min(config.request_timeout_s, float(seconds))
     return config.request_timeout_s
 
 
@@ -117,10 +117,10 @@ def _authenticate(request: web.Request, visit: Visit) -> None:
 def _key_error(header: str, headers: Mapping[str, str]) -> str:
     """Return the error message for an invalid or missing key, which this header must carry."""
     form = "Bearer <key>" if header == "Authorization" else "<key>"
-    wanted = f"a valid API key is required: {header}: {form}"
+    message = f"a valid API key is required: {header}: {form}"
     if header == "Authorization" and OTHER_HEADER in headers:
-        return f"{wanted} ({OTHER_HEADER} is not accepted on this route)"
-    return wanted
+        return f"{message} ({OTHER_HEADER} is not accepted on this route)"
+    return message
 
 
 def _check_admin(request: web.Request) -> None:

@@ -143,11 +143,11 @@ def _new_visit(request: web.Request, app: web.Application, access: Access, route
     tracer = app.get(TRACER)
     span = None
     if tracer is not None and is_api(route):
-        span = tracer(request.method, route, _kept(headers, TRACE_HEADERS))
-    given = single_value(headers, "x-request-id")
-    client_id = given if given and REQUEST_ID.fullmatch(given) else None
+        span = tracer(request.method, route, _selected(headers, TRACE_HEADERS))
+    header = single_value(headers, "x-request-id")
+    client_id = header if header and REQUEST_ID.fullmatch(header) else None
     engine_id = request_id(client_id)
-    own_keys = keyed or (config.admin_api_key is not None and access in ADMINISTRATIVE)
+    key_for_proxy = keyed or (config.admin_api_key is not None and access in ADMINISTRATIVE)
     presented = "Authorization" in headers or endpoint.key_header in headers
     record = Recorder(
         client_id or engine_id,
@@ -168,7 +168,7 @@ def _new_visit(request: web.Request, app: web.Application, access: Access, route
         access is Access.TENANT and route != UNKNOWN,
         engine_id,
         endpoint,
-        _forwarded(headers, config, span, endpoint.key_header, own_keys=own_keys),
+        _forwarded(headers, config, span, endpoint.key_header, key_for_proxy=key_for_proxy),
         # True if the instances get the client's own key, or no key.
         not keyed and (presented or config.openai_api_key is None),
         record,
@@ -187,22 +187,23 @@ def _forwarded(
     span: "RequestSpan | None",
     key_header: str,
     *,
-    own_keys: bool,
+    key_for_proxy: bool,
 ) -> dict[str, str]:
     # A key for this proxy is not forwarded to the instances.
-    names = () if own_keys else ("Authorization",)
+    names = () if key_for_proxy else ("Authorization",)
     if span is None:
-        kept = _kept(headers, (*names, *TRACE_HEADERS))
+        forwarded = _selected(headers, (*names, *TRACE_HEADERS))
     else:
-        kept = {**_kept(headers, names), **span.headers}
-    if not own_keys and "Authorization" not in headers and key_header in headers:
-        kept["Authorization"] = f"Bearer {client_key(headers, key_header)}"  # vLLM reads no other
+        forwarded = {**_selected(headers, names), **span.headers}
+    if not key_for_proxy and "Authorization" not in headers and key_header in headers:
+        # vLLM reads no other header.
+        forwarded["Authorization"] = f"Bearer {client_key(headers, key_header)}"
     if config.openai_api_key is not None:
-        kept.setdefault("Authorization", f"Bearer {config.openai_api_key.get_secret_value()}")
-    return kept
+        forwarded.setdefault("Authorization", f"Bearer {config.openai_api_key.get_secret_value()}")
+    return forwarded
 
 
-def _kept(headers: Headers, names: Sequence[str]) -> dict[str, str]:
+def _selected(headers: Headers, names: Sequence[str]) -> dict[str, str]:
     # W3C trace context allows several tracestate headers: they form one list.
     return {name: ",".join(headers.getall(name)) for name in names if name in headers}
 

@@ -14,7 +14,7 @@ from epd.server.admin import ADMIN, HealthPage, ProfilePage
 from epd.server.app_keys import TABLE, VISIT
 from epd.server.intake import read
 from epd.server.key_judge import check_key
-from epd.server.responses import JsonResponse, as_json, own_headers
+from epd.server.responses import JsonResponse, as_json, response_headers
 from epd.version import __version__
 
 METRICS = web.AppKey("metrics", MetricsObserver)
@@ -62,7 +62,7 @@ async def metrics(request: web.Request) -> web.Response:
     """Return the metrics of all workers for Prometheus."""
     accept = request.headers.get("Accept", "")
     page, content_type = await request.app[METRICS].page_of_all(accept)
-    headers = own_headers(request[VISIT].record) | {"Content-Type": content_type}
+    headers = response_headers(request[VISIT].record) | {"Content-Type": content_type}
     return web.Response(body=page, headers=headers)
 
 

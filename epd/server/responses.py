@@ -14,29 +14,29 @@ ITEM_RESULTS: tuple[ItemResult, ...] = get_args(ItemResult)
 
 def identity_headers(record: RequestRecord) -> dict[str, str]:
     """Return the headers of every response."""
-    own = {"X-Request-Id": record.request_id, "Server": SERVER}
+    headers = {"X-Request-Id": record.request_id, "Server": SERVER}
     if record.trace_id is not None:
-        own["X-Trace-Id"] = record.trace_id
-    return own
+        headers["X-Trace-Id"] = record.trace_id
+    return headers
 
 
-def own_headers(record: RequestRecord) -> dict[str, str]:
+def response_headers(record: RequestRecord) -> dict[str, str]:
     """Return the headers of a response. The response to a rejected key does not use them."""
-    own = identity_headers(record)
+    headers = identity_headers(record)
     if record.stages:
         spans = stage_seconds(record.stages)
-        own["Server-Timing"] = ", ".join(
+        headers["Server-Timing"] = ", ".join(
             [f"{stage};dur={seconds * 1000:.1f}" for stage, seconds in spans.items()]
         )
     if record.items:
-        own["x-epd-items"] = ",".join(
+        headers["x-epd-items"] = ",".join(
             [f"{result}={record.items.get(result, 0)}" for result in ITEM_RESULTS]
         )
     if record.media:
-        own["x-epd-media"] = ",".join(f"{form}={count}" for form, count in record.media.items())
+        headers["x-epd-media"] = ",".join(f"{form}={count}" for form, count in record.media.items())
     if record.degraded:
-        own["x-epd-degraded"] = ",".join(sorted(record.degraded))
-    return own
+        headers["x-epd-degraded"] = ",".join(sorted(record.degraded))
+    return headers
 
 
 Body = TypeVar("Body")
@@ -52,5 +52,5 @@ def as_json(body: Body, record: RequestRecord, status: int = 200) -> JsonRespons
         status=status,
         body=orjson.dumps(body, option=orjson.OPT_INDENT_2),
         content_type="application/json",
-        headers=own_headers(record),
+        headers=response_headers(record),
     )

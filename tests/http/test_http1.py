@@ -51,7 +51,7 @@ def test_an_answer_is_the_same_wherever_it_is_cut(
         reader.feed(piece)
         if number >= taken:
             body += reader.take_body()
-            assert reader.held == 0
+            assert reader.unread_bytes == 0
 
     assert (reader.status, reader.complete, reader.reusable) == (200, True, True)
     assert body + reader.take_body() == BODY
@@ -155,7 +155,7 @@ def test_a_body_may_be_larger_than_a_head() -> None:
     for _ in range(100):
         reader.feed(b"x" * 10_000)
 
-    assert reader.held == len(reader.take_body()) == 1_000_000
+    assert reader.unread_bytes == len(reader.take_body()) == 1_000_000
 
 
 def test_headers_of_answers_are_unchanged() -> None:
@@ -167,12 +167,12 @@ def test_headers_of_answers_are_unchanged() -> None:
 @pytest.mark.parametrize(
     ("url", "origin", "path", "authority"),
     [
-        ("http://h/a", Origin("h", 80, tls=False, named=True), "/a", "h"),
-        ("http://h:81/a/b?c=d", Origin("h", 81, tls=False, named=True), "/a/b?c=d", "h:81"),
-        ("https://h.x./a", Origin("h.x.", 443, tls=True, named=True), "/a", "h.x"),
-        ("https://10.0.0.1:8443/", Origin("10.0.0.1", 8443, tls=True, named=False), "/", None),
-        ("http://[::1]:8000/x", Origin("::1", 8000, tls=False, named=False), "/x", "[::1]:8000"),
-        ("http://h", Origin("h", 80, tls=False, named=True), "/", "h"),
+        ("http://h/a", Origin("h", 80, tls=False, is_name=True), "/a", "h"),
+        ("http://h:81/a/b?c=d", Origin("h", 81, tls=False, is_name=True), "/a/b?c=d", "h:81"),
+        ("https://h.x./a", Origin("h.x.", 443, tls=True, is_name=True), "/a", "h.x"),
+        ("https://10.0.0.1:8443/", Origin("10.0.0.1", 8443, tls=True, is_name=False), "/", None),
+        ("http://[::1]:8000/x", Origin("::1", 8000, tls=False, is_name=False), "/x", "[::1]:8000"),
+        ("http://h", Origin("h", 80, tls=False, is_name=True), "/", "h"),
     ],
 )
 def test_target_of_a_url(url: str, origin: Origin, path: str, authority: str | None) -> None:

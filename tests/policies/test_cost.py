@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import epd
-from epd.policies.own import Cost
+from epd.policies.builtin import Cost
 from epd.policies.policy import Course, Facts, ItemFacts, ItemPlace
 from epd.policies.registry import make_policies
 from epd.routing.instances import Role

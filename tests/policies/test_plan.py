@@ -14,7 +14,7 @@ import epd
 from epd.api.prompts import prompt_tokens
 from epd.config.proxy_config import make_checked_policies
 from epd.policies.policy import Course, Facts
-from epd.policies.registry import OWN, Policies, PolicyInvalid, find_policy, make_policies
+from epd.policies.registry import BUILTIN, Policies, PolicyInvalid, find_policy, make_policies
 from epd.routing.instances import Role
 
 EPD = frozenset({Role.ENCODE, Role.PREFILL, Role.DECODE})
@@ -107,7 +107,7 @@ def test_the_local_prefill_instance_is_the_only_one() -> None:
     assert said.prefill_url == "http://p:1"
 
 
-@given(st.permutations(list(OWN)), SOME_FACTS)
+@given(st.permutations(list(BUILTIN)), SOME_FACTS)
 def test_the_first_policy_with_a_decision_decides(names: list[str], about: Facts) -> None:
     policies = make_policies(names, SETTINGS)
     said = [name for name, policy in policies.items() if policy.course(about) is not None]
@@ -356,7 +356,7 @@ def test_a_broken_one_is_an_error_of_the_configuration(
 
 
 def test_a_plugin_cannot_take_the_name_of_a_builtin_policy(plugins: Path) -> None:
-    assert find_policy("encode_pd") is OWN["encode_pd"]
+    assert find_policy("encode_pd") is BUILTIN["encode_pd"]
 
 
 def test_two_distributions_with_one_name_are_refused(plugins: Path) -> None:
