@@ -41,7 +41,6 @@ class ChatCompletions(Endpoint):
 
     path = "/v1/chat/completions"
     limits = ("max_tokens", "max_completion_tokens")
-    paced = True
     tokenized = (
         *("messages", "tools", "chat_template", "chat_template_kwargs", *MM_KWARGS),
         *("add_generation_prompt", "continue_final_message", "add_special_tokens"),

@@ -46,7 +46,6 @@ class Endpoint:
         key_header: header with the client's API key.
         tokenized: fields that `/tokenize` tokenizes as this endpoint does; empty for none.
         operation: name in OpenTelemetry's conventions for generative AI, if there is one.
-        paced: whether its requests accept a `stream_interval`.
     """
 
     path: str
@@ -59,7 +58,6 @@ class Endpoint:
     key_header: ClassVar[str] = "Authorization"
     tokenized: ClassVar[tuple[str, ...]] = ()
     operation: ClassVar[str | None] = "chat"
-    paced: ClassVar[bool] = False
 
     def read(
         self, raw: bytes | bytearray, content_type: str, max_text_bytes: int
@@ -89,17 +87,6 @@ class Endpoint:
     def items(self, body: Body) -> Iterator[MMItem]:  # noqa: ARG002
         """Return the media items of a request in order. Raise `BadRequest` if a part is invalid."""
         return iter(())
-
-    def at_interval(self, body: Body, tokens: int) -> Body:
-        """Return a request for a stream with this number of tokens in each chunk.
-
-        A request without a stream, or with the client's own `stream_interval`, is not changed.
-        """
-        if tokens == 1 or not self.paced or not is_stream(body):
-            return body
-        if body.get("stream_interval") is not None:
-            return body
-        return {**body, "stream_interval": tokens}
 
     def can_prefill(self, body: Body) -> bool:
         """Return whether prefill can do its part of a request; else decode does both parts."""

@@ -191,7 +191,6 @@ async def read_request(request: web.Request, visit: Visit) -> Request:
     raw = await read(request)
     content_type = request.headers.get("Content-Type", "")
     body, cuts, text_bytes = endpoint.read(raw, content_type, config.max_text_bytes)
-    body = endpoint.at_interval(body, config.stream_interval)
     visit.record.begin_request(body.get("model"), endpoint.operation)
     if endpoint.salted and tenant is not ANONYMOUS:  # without keys, all clients share
         body = with_salt(body, config.scope_of(tenant))

@@ -25,10 +25,6 @@ class LimitSettings(Section):
     bytes; parsing it blocks the process"""
     max_connections: int = Field(default=0, ge=0)
     """maximum of client connections to one process; 0: as many as its file descriptors allow"""
-    stream_interval: int = Field(default=1, ge=1)
-    """tokens per chunk of a stream, after the first token, unless the request has a
-    stream_interval; vLLM applies it to chat and text completions, and its own --stream-interval (1)
-    is the minimum"""
     header_timeout_s: Seconds = 10.0
     """maximum time for a request's head to arrive, in seconds"""
     keep_alive_s: Seconds = 75.0
