@@ -3,7 +3,8 @@
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Literal, Self, TypeVar, get_args
 
@@ -87,17 +88,15 @@ class Conversations:
         self._warned = config.workers == 1 or config.conversation_store is not None
 
     @classmethod
-    def from_config(cls, config: ConfigFields) -> Self:
-        """Return the conversations of the configured store: a context manager that closes it."""
-        if (url := config.conversation_store) is None:
-            return cls(ConversationsInMemory(), config)
-        return cls(ConversationsInRedis(url), config)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.store.close()
+    @asynccontextmanager
+    async def open(cls, config: ConfigFields) -> AsyncIterator[Self]:
+        """Return the conversations of the configured store, which is closed at the exit."""
+        url = config.conversation_store
+        store = ConversationsInRedis(url) if url else ConversationsInMemory()
+        try:
+            yield cls(store, config)
+        finally:
+            await store.close()
 
     async def begin_turn(self, turn: Turn, decodes: Collection[str]) -> None:
         """Look up and take the entry of the previous turn. No other turn can use it.

@@ -104,12 +104,13 @@ class AdmittedRequest(MemoryCount):
         """
         more = size - self.size
         if more > 0:
-            self._admission.check_room(self._use, more)
+            self.check_room(more)
             self.set_size(size)
 
     def check_room(self, size: int) -> None:
         """Raise as `grow` does if there is no room for a body of this size. Nothing is counted."""
-        self._admission.check_room(self._use, size)
+        if (reason := self._admission.exceeded(self._use, size)) is not None:
+            raise self._admission.refusal(reason)
 
     def remove(self, size: int) -> None:
         self.set_size(max(0, self.size - size))
@@ -201,11 +202,6 @@ class Admission:
                 await ticket.wait()
         if ticket.where != "inside":
             raise self.refusal("queue_timeout" if ticket.where == "queue" else "queue_full")
-
-    def check_room(self, use: TenantUse, size: int) -> None:
-        """Raise as `AdmittedRequest.check_room` does."""
-        if (reason := self.exceeded(use, size)) is not None:
-            raise self.refusal(reason)
 
     def exceeded(self, use: TenantUse, size: int) -> Reason | None:
         """Return the limit that more bytes of a tenant would exceed; None if there is room."""

@@ -6,9 +6,10 @@ a quarter. A request updates a dozen of them.
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from epd.events import (
     Histogram,
@@ -19,7 +20,7 @@ SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 1
 """Upper bounds of histogram buckets."""
 
 
-class CounterValues:
+class CounterValues(Collector):
     """Values of a counter by its labels."""
 
     def __init__(self, figure: Figure) -> None:
@@ -32,11 +33,11 @@ class CounterValues:
     def add(self, labels: tuple[Value, ...], amount: float = 1) -> None:
         self._values[labels] += amount
 
-    def collect(self) -> Metric:
-        return self.figure.metric_family(self._values.items())
+    def collect(self) -> Iterator[Metric]:
+        yield self.figure.metric_family(self._values.items())
 
 
-class HistogramValues:
+class HistogramValues(Collector):
     """Values of a histogram by its labels."""
 
     def __init__(self, figure: Figure, bounds: Sequence[float] = SECONDS) -> None:
@@ -49,7 +50,7 @@ class HistogramValues:
     def histogram_for(self, labels: tuple[Value, ...]) -> Histogram:
         return self._values[labels]
 
-    def collect(self) -> Metric:
+    def collect(self) -> Iterator[Metric]:
         family = Metric(self.figure.name, self.figure.meaning, "histogram")
         for labels, values in self._values.items():
             named, below = self.figure.label_values(labels), 0
@@ -59,4 +60,4 @@ class HistogramValues:
                 family.add_sample(f"{self.figure.name}_bucket", {**named, "le": le}, below)
             family.add_sample(f"{self.figure.name}_count", named, below)
             family.add_sample(f"{self.figure.name}_sum", named, values.sum)
-        return family
+        yield family

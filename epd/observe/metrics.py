@@ -32,7 +32,7 @@ class MetricsObserver(Collector):
     """Observer that counts events.
 
     Attributes:
-        shown: collector of the page: this one, or with several workers the sums of all.
+        workers: sums over all workers; None with a single one.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class MetricsObserver(Collector):
         self._sources: list[Callable[[], Iterable[Metric]]] = [
             partial(admission_metrics, admission)
         ]
-        self.shown: Collector = WorkerMetrics(self, pages, index) if pages else self
+        self.workers = WorkerMetrics(self, pages, index) if pages else None
 
     def add_source(self, read: Callable[[], Iterable[Metric]]) -> None:
         """Show the families that `read` returns at each scrape."""
@@ -78,7 +78,7 @@ class MetricsObserver(Collector):
         """Yield the values of all counters and gauges of this process."""
         for value in vars(self).values():
             if isinstance(value, CounterValues | HistogramValues):
-                yield value.collect()
+                yield from value.collect()
         yield metric_defs.RELOADED.metric_family([((), self._reloaded)])
         yield metric_defs.LOOP_LAG.metric_family([((), self._loop_lag_s)])
         yield metric_defs.LOG_LINES_DROPPED.metric_family([((), logs.dropped_lines())])
@@ -145,17 +145,20 @@ class MetricsObserver(Collector):
     def instance_changed(self, event: InstanceChanged) -> None:
         self._instances.add((event.role, event.state))
 
-    def metrics_page(self, accept: str = "") -> tuple[bytes, str]:
-        """Return the page and its media type: OpenMetrics if `accept` asks for it."""
-        encode, content_type = choose_encoder(accept)
-        return encode(self.shown), content_type
+    def collect_all(self) -> Iterable[Metric]:
+        """Return the values of all workers, with the current ones of this process."""
+        if self.workers is None:
+            return self.collect()
+        self.workers.refresh()
+        return self.workers.collect()
 
-    async def page_of_all(self, accept: str = "") -> tuple[bytes, str]:
-        """Return the page and its media type, over all workers.
+    async def page(self, accept: str) -> tuple[bytes, str]:
+        """Return the page of all workers and its media type: OpenMetrics if `accept` asks for it.
 
         With several workers the page is made on a thread, because it takes far longer.
         """
-        if not isinstance(self.shown, WorkerMetrics):
-            return self.metrics_page(accept)
         encode, content_type = choose_encoder(accept)
-        return await asyncio.to_thread(encode, self.shown.write_figures()), content_type
+        if self.workers is None:
+            return encode(self), content_type
+        self.workers.refresh()
+        return await asyncio.to_thread(encode, self.workers), content_type

@@ -6,7 +6,7 @@ returned is on a page, and no counter decreases when a worker dies. A replacemen
 with the counters of that page.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
 import orjson
 import structlog
@@ -21,18 +21,8 @@ PACE = Pace(write_s=1.0, wanted_s=90.0, poll_s=1.0, unread_s=15.0)
 ones. A killed worker loses what it had not written."""
 
 
-class ReadCollector(Collector):
-    """Collector of the families that a function returns."""
-
-    def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
-        self._read = read
-
-    def collect(self) -> Iterable[Metric]:
-        return self._read()
-
-
 class WorkerMetrics(Collector):
-    """Collector of one worker's metrics and of the sums over all workers."""
+    """Collector of the sums over all workers."""
 
     def __init__(
         self, metrics: Collector, pages: Sequence[SharedPage], index: int, pace: Pace = PACE
@@ -46,17 +36,14 @@ class WorkerMetrics(Collector):
     def _dumped(self) -> Dumped:
         return dump(merge_pages([self._earlier, self._metrics.collect()]))
 
-    def collect(self) -> Iterator[Metric]:
-        """Yield the sums over all workers, with this worker's current values."""
-        yield from self.write_figures().collect()
-
-    def write_figures(self) -> ReadCollector:
-        """Write this worker's metrics. Return a collector of all, to be read on any thread."""
+    def refresh(self) -> None:
+        """Write this worker's metrics, and ask the others to write theirs."""
         self.pages.write()
         self.pages.ask()
-        return ReadCollector(
-            lambda: merge_pages([load(self.pages.read(page)) for page in self._all])
-        )
+
+    def collect(self) -> list[Metric]:
+        """Return the sums over all pages. Any thread may call it."""
+        return merge_pages([load(self.pages.read(page)) for page in self._all])
 
 
 def keep_counters(page: SharedPage) -> None:

@@ -44,7 +44,6 @@ from epd.observe.loop_lag import watched
 from epd.observe.metrics import MetricsObserver
 from epd.observe.request_log import LogObserver
 from epd.observe.tracing import tracing
-from epd.observe.worker_metrics import WorkerMetrics
 from epd.policies.registry import Policies
 from epd.request.choices import Choices
 from epd.request.early_choice import EarlyChoice
@@ -85,6 +84,7 @@ from epd.server.app_keys import (
     VISIT,
 )
 from epd.server.cors import allow_origins
+from epd.server.health import HEALTH, HealthCheck
 from epd.server.instance_routes import KV_TRANSFER, REGISTRATIONS, REGISTRY
 from epd.server.key_judge import JUDGE, KeyJudge
 from epd.server.middlewares import answer_unknown, direct, observe
@@ -165,7 +165,7 @@ async def build_components(
         Upstream.connect(files.upstream_tls) as upstream,
         MediaFetcher.open(config) if config.media_fetch == "proxy" else nullcontext() as media,
         _store(config, background) as cache,
-        Conversations.from_config(config) as conversations,
+        Conversations.open(config) as conversations,
         _instances(app, upstream, conversations, slot) as fleet,
         _pipeline(app, upstream, media, cache, conversations, fleet) as pipeline,
     ):
@@ -175,6 +175,7 @@ async def build_components(
         app[WARMUP] = Warmup(pipeline.encode, cache)
         app[CONVERSATIONS] = conversations
         app[ADMIN] = Admin(fleet.table, upstream, config)
+        app[HEALTH] = HealthCheck(fleet.table, app[ADMIN], config)
         app[JUDGE] = KeyJudge(partial(app[ADMIN].of_decode, "/v1/models"))
         # Of the URL of a store, only the scheme: the rest may hold a password.
         store = None if config.ec_store is None else urlsplit(config.ec_store).scheme
@@ -292,11 +293,11 @@ async def _written_pages(
     metrics: MetricsObserver, board: Board, background: Background
 ) -> AsyncIterator[None]:
     """Write what the other workers read of this one, if there are others."""
-    if not isinstance(metrics.shown, WorkerMetrics) or board.pages is None:
+    if metrics.workers is None or board.pages is None:
         yield
         return
     async with (
-        background.run_task("metrics_page", metrics.shown.pages.keep_writing),
+        background.run_task("metrics_page", metrics.workers.pages.keep_writing),
         background.run_task("ui_page", board.pages.keep_writing),
     ):
         yield

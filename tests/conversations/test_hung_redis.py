@@ -49,7 +49,7 @@ async def test_turns_end_while_it_still_hangs_and_leave_nothing(hung: RedisServe
     config = ProxyConfig.model_construct(conversation_store=hung.url(), conversation_budget_s=0.02)
     before, tasks = descriptors(), asyncio.all_tasks()
     for at_once in (1, 2, 20):
-        async with Conversations.from_config(config) as conversations:
+        async with Conversations.open(config) as conversations:
             turns = [Turn(str(key)) for key in range(at_once)]
             await asyncio.gather(*(conversations.begin_turn(turn, {DECODE}) for turn in turns))
             assert [turn.before for turn in turns] == [None] * at_once

@@ -104,7 +104,7 @@ async def test_the_log_names_the_skipped_store_without_its_password() -> None:
     config = ProxyConfig.model_construct(
         conversation_store="redis://me:secret@127.0.0.1:1", conversation_budget_s=30.0
     )
-    async with Conversations.from_config(config) as conversations:
+    async with Conversations.open(config) as conversations:
         with capture_logs() as lines:
             for _ in range(4):
                 await conversations.begin_turn(Turn("key"), ())
