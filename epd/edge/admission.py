@@ -13,7 +13,7 @@ from typing import Literal, Self
 from epd.config.sections import ConfigFields
 from epd.edge.fair_queue import FairQueue, Ticket
 from epd.edge.tenant_use import RateLimiter, TenantUse
-from epd.errors import Overloaded, TooManyRequests, TryLater
+from epd.errors import Overloaded, RequestRefused, TooManyRequests, TryLater
 from epd.media.memory_count import MemoryCount
 from epd.tenants import Tenant
 
@@ -107,6 +107,24 @@ class AdmittedRequest(MemoryCount):
             self.check_room(more)
             self.set_size(size)
 
+    def receive(self, size: int) -> None:
+        """Count the `size` bytes of its body that have arrived, or are about to.
+
+        Raises:
+            RequestRefused: the body is too large (413).
+            TryLater: there is no room for it, as in `grow`.
+        """
+        self.check_size(size)
+        self.grow(size)
+
+    def check_size(self, size: int) -> None:
+        """Raise `RequestRefused` (413) if a body of `size` bytes is too large."""
+        limit = self._admission.max_body_bytes
+        if size > limit:
+            raise RequestRefused(
+                413, f"the body is larger than {limit} bytes", slug="body_too_large"
+            )
+
     def check_room(self, size: int) -> None:
         """Raise as `grow` does if there is no room for a body of this size. Nothing is counted."""
         if (reason := self._admission.exceeded(self._use, size)) is not None:
@@ -134,6 +152,7 @@ class Admission:
     Attributes:
         config: limits of all workers together.
         door: admitted and queued requests.
+        max_body_bytes: maximum size of a body.
         body_bytes: bytes of all bodies in memory.
         refused: number of rejected requests, by reason.
     """
@@ -165,7 +184,8 @@ class Admission:
         self._max_bytes = max(1, config.max_inflight_bytes // share)
         # A tenant gets half: its bodies alone cannot lock out the other tenants. One body of the
         # largest size always fits.
-        self._tenant_max_bytes = max(self._max_bytes // 2, config.worker_max_body_bytes)
+        self.max_body_bytes = config.worker_max_body_bytes
+        self._tenant_max_bytes = max(self._max_bytes // 2, self.max_body_bytes)
         per_minute = config.tenant_requests_per_minute
         # A bucket keeps the time at which it will be full: it is in `TenantUse`.
         self._rate = None if per_minute is None else RateLimiter(per_minute)

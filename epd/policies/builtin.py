@@ -1,4 +1,10 @@
-"""Coordination policies of this project."""
+"""Coordination policies of this project.
+
+Most select the stages by the roles of the fleet. Of the others, one is for requests that are
+cheaper on one instance (conditional disaggregation), one for a proxy beside a prefill instance,
+such as a sidecar of its pod, and one for media items that are cheaper to encode where they are
+consumed.
+"""
 
 from dataclasses import dataclass
 

@@ -1,10 +1,4 @@
-"""Interface of a coordination policy, and the policies of this project.
-
-A policy gets `Facts` and returns a `Course`. Most policies select the stages by the roles of the
-fleet. Of the others, one is for requests that are cheaper on one instance (conditional
-disaggregation), one for a proxy beside a prefill instance, such as a sidecar of its pod, and one
-for media items that are cheaper to encode where they are consumed.
-"""
+"""Interface of a coordination policy, which gets `Facts` and returns a `Course`."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -36,11 +30,6 @@ class Facts:
     roles: frozenset[Role]
     measure: Callable[[], int] = lambda: 0
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
-
-    @property
-    def kind(self) -> tuple[bool, bool, frozenset[Role]]:
-        """Whether prefill can serve it, whether it has media, and the roles with instances."""
-        return self.prefills, self.items > 0, self.roles
 
     @cached_property
     def prompt_tokens(self) -> int:

@@ -5,7 +5,7 @@ Its options are the settings of the same names. If the instances are fixed, the 
 against them.
 """
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from importlib.metadata import entry_points
 from typing import Any
@@ -91,21 +91,10 @@ class Policies:
     """Policies in force, in order of precedence."""
 
     def __init__(self, policies: Mapping[str, Policy]) -> None:
-        """Set the policies by name."""
         self._policies = policies
-        # Courses by kind of request, if no policy distinguishes requests of one kind.
-        by_kind = all(map(_decides_by_kind, policies.values()))
-        self._courses: dict[Hashable, tuple[str, Course] | None] | None = {} if by_kind else None
 
     def choose_policy(self, facts: Facts) -> tuple[str, Course] | None:
         """Return the first policy that applies to a request, with its course; None without one."""
-        if self._courses is None:
-            return self._decide(facts)
-        if (kind := facts.kind) not in self._courses:
-            self._courses[kind] = self._decide(facts)
-        return self._courses[kind]
-
-    def _decide(self, facts: Facts) -> tuple[str, Course] | None:
         for name, policy in self._policies.items():
             if (course := policy.course(facts)) is not None:
                 return name, course
@@ -141,13 +130,3 @@ class Policies:
                 f"{', '.join(self._policies)}: no request would be served, because there are only "
                 f"instances of these roles: {', '.join(sorted(roles))}"
             )
-
-
-def _decides_by_kind(policy: Policy) -> bool:
-    """Return whether a course depends only on the `kind` of the facts.
-
-    False for a policy of another package, which may read any fact.
-    """
-    if isinstance(policy, PDOnly):
-        return policy.skip_prefill_for_text  # else it counts tokens
-    return type(policy) in BUILTIN.values()

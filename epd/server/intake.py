@@ -80,9 +80,8 @@ async def serve_request(request: web.Request, handler: Handler, visit: Visit) ->
             if visit.api:
                 admission.keep_pace(visit.tenant)
             if costly:
-                size, limit = request.content_length or 0, config.worker_max_body_bytes
-                if size > limit:
-                    raise _too_large(limit)
+                size = request.content_length or 0
+                admitted.check_size(size)
                 ticket = admitted.enter_queue()
                 if ticket.where == "queue":
                     await _queued(request, admission, ticket, visit.record)
@@ -262,16 +261,15 @@ async def read(request: web.Request) -> bytes | bytearray:
             415, "the body must have no Content-Encoding", slug="unsupported_encoding"
         )
     visit = request[VISIT]
-    limit = visit.config.worker_max_body_bytes
+    admitted = visit.admitted
     if request.content.is_eof():  # the body arrived with the head
         body = request.content.read_nowait()
-        _count(len(body), limit, visit.admitted)
+        admitted.receive(len(body))
         return body
-    if (request.content_length or 0) > limit:
-        raise _too_large(limit)
+    admitted.check_size(request.content_length or 0)
     await _ask_for(request)
     try:
-        return await _collect(request, visit.config, visit.admitted)
+        return await _collect(request, visit.config.body_timeout_s, admitted)
     except TimeoutError:
         raise RequestRefused(408, "the body did not arrive in time", slug="body_timeout") from None
 
@@ -287,11 +285,9 @@ async def read_json(request: web.Request) -> bytes | bytearray:
     return await read(request)
 
 
-async def _collect(
-    request: web.Request, config: ConfigFields, admitted: AdmittedRequest
-) -> bytearray:
-    started, limit = asyncio.get_running_loop().time(), config.worker_max_body_bytes
-    latest = started + config.body_timeout_s
+async def _collect(request: web.Request, timeout_s: float, admitted: AdmittedRequest) -> bytearray:
+    started = asyncio.get_running_loop().time()
+    latest = started + timeout_s
     content, length = request.content, request.content_length
     # Joining what has arrived costs a copy. Without a length, parts may be of one byte each.
     sized = length is not None
@@ -302,20 +298,10 @@ async def _collect(
             # Twice the received bytes: a body is refused before its second half arrives, and a
             # client that sends nothing reserves nothing.
             size = len(parts) if length is None else min(length, 2 * len(parts))
-            _count(size, limit, admitted)
+            admitted.receive(size)
             rate_s = len(parts) / MIN_RATE_BYTES
             deadline.reschedule(min(latest, started + GRACE_S + rate_s))
     return parts
-
-
-def _count(size: int, limit: int, admitted: AdmittedRequest) -> None:
-    if size > limit:
-        raise _too_large(limit)
-    admitted.grow(size)
-
-
-def _too_large(limit: int) -> RequestRefused:
-    return RequestRefused(413, f"the body is larger than {limit} bytes", slug="body_too_large")
 
 
 async def _ask_for(request: web.Request) -> None:

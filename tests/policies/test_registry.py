@@ -1,7 +1,6 @@
 """Coordination policies: the decision of each for each request, by name, in order of priority."""
 
 import re
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -232,42 +231,6 @@ def test_no_decode_instance_is_needed_where_others_name_it() -> None:
         epd.ProxyConfig(**settings, decode_from="header")
     with pytest.raises(ValueError, match="--decode-servers-urls is required"):
         epd.ProxyConfig(**settings, decode_hosts="10.0.0.0/8")
-
-
-@pytest.mark.parametrize(
-    "names",
-    [
-        ["encode_prefill_decode", "encode_pd"],
-        ["encode_pd", "prefill_decode"],
-        ["pd_only", "encode_prefill_decode", "encode_pd"],
-        ["cost"],
-    ],
-)
-@pytest.mark.parametrize("texts", [False, True])
-def test_remembered_courses_equal_those_of_the_policies(names: list[str], *, texts: bool) -> None:
-    made = make_policies(names, SETTINGS | {"skip_prefill_for_text": texts})
-    policies = Policies(made)
-    for roles, items, tokens, prefills in product(
-        (EPD, E_PD, PD, ONE, NOBODY), (0, 1, 2), (5, 50), (True, False)
-    ):
-        about = facts(roles, items, tokens, prefills=prefills)
-        fresh = Policies(made).choose_policy(about)
-        assert policies.choose_policy(about) == fresh
-
-
-def test_remembered_courses_are_bounded_by_the_kinds_of_requests() -> None:
-    policies, every = make_checked_policies(epd.ProxyConfig(**URLS)), [*Role]
-    rolesets = [
-        frozenset(role for role, there in zip(every, chosen, strict=True) if there)
-        for chosen in product((False, True), repeat=len(every))
-    ]
-    for items, tokens, prefills in product(range(8), range(8), (True, False)):
-        for roles in rolesets:
-            policies.choose_policy(facts(roles, items, tokens, prefills=prefills))
-
-    courses = policies._courses  # noqa: SLF001 - no public name counts them
-    assert courses is not None
-    assert len(courses) == 2 * 2 * 2 ** len(every)
 
 
 @pytest.fixture
