@@ -220,7 +220,6 @@ class WorkerPages:
         return awake
 
     def read(self, page: SharedPage) -> Any:
-        """Return the values on a page; None if there are none."""
         try:
             return orjson.loads(page.read() or b"null")
         except (PageUnreadable, OSError, ValueError) as error:
@@ -229,7 +228,6 @@ class WorkerPages:
             return None
 
     def others(self) -> Iterator[Any]:
-        """Yield the values of the other workers."""
         for page in self._pages:
             if page is not self._page and (values := self.read(page)) is not None:
                 yield values

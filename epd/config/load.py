@@ -118,7 +118,6 @@ def _texts(settings: Layer, reasons: list[str]) -> Layer:
 
 
 def _secrets(settings: Layer, reasons: list[str]) -> dict[str, str]:
-    """Return the secrets from their files, without surrounding white space."""
     found = {}
     for name in SECRETS:
         if (file := settings.get(f"{name}_file")) is None:

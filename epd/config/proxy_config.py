@@ -12,27 +12,45 @@ from epd.policies.registry import Policies, make_policies
 from epd.routing.instances import ANSWERING, Role
 from epd.transfer.registry import EC_TRANSFERS, KV_TRANSFERS
 
+MEDIA = (
+    "allowed_media_domains",
+    "allow_http_media",
+    "allow_private_media",
+    "media_fetch_trust_env",
+)
+"""Rules for media. One without effect would give the operator a false sense of protection."""
+
 NEEDS = (
-    ("registration_hosts", "dynamic_registration", ""),
-    ("registration_store", "dynamic_registration", ""),
-    ("kv_events_addrs", "kv_events", ""),
-    ("ssl_ca_certs", "ssl_certfile", ""),
-    # Without keys all clients are one tenant, and any client could lock out the others.
-    ("tenant_max_requests", "api_keys_file", ""),
-    ("tenant_requests_per_minute", "api_keys_file", ""),
-    ("trusted_tenants", "api_keys_file", ""),
+    *(
+        (name, "fetches_media", "--media-fetch proxy; engines have their own flags")
+        for name in MEDIA
+    ),
     (
         "allow_private_media",
         "allowed_media_domains",
-        ": without it, a request could reach every internal host",
+        "--allowed-media-domains: without it, a request could reach every internal host",
     ),
     (
         "media_fetch_trust_env",
         "allowed_media_domains",
-        ": the forward proxy resolves the names, so their addresses cannot be checked",
+        "--allowed-media-domains: the forward proxy resolves the names, and no address is checked",
     ),
+    ("registration_hosts", "dynamic_registration", "--dynamic-registration"),
+    ("registration_store", "dynamic_registration", "--dynamic-registration"),
+    (
+        "dynamic_registration",
+        "admin_api_key",
+        "EPD_ADMIN_API_KEY or ADMIN_API_KEY: a registered instance gets clients' requests",
+    ),
+    ("kv_events", "content_roles", "--prefill-balance or --decode-balance content"),
+    ("kv_events_addrs", "kv_events", "--kv-events"),
+    ("ssl_ca_certs", "ssl_certfile", "--ssl-certfile"),
+    # Without keys all clients are one tenant, and any client could lock out the others.
+    ("tenant_max_requests", "api_keys_file", "--api-keys-file"),
+    ("tenant_requests_per_minute", "api_keys_file", "--api-keys-file"),
+    ("trusted_tenants", "api_keys_file", "--api-keys-file"),
 )
-"""Settings that need another one, with the reason if the message gives it."""
+"""Settings that need another value of the configuration, by its name and as the message says it."""
 
 
 class ProxyConfig(ConfigFields):
@@ -173,14 +191,9 @@ class ProxyConfig(ConfigFields):
 
     @model_validator(mode="after")
     def _check_needs(self) -> Self:
-        for name, needed, why in NEEDS:
+        for name, needed, text in NEEDS:
             if getattr(self, name) and not getattr(self, needed):
-                raise ValueError(f"{flag_of(name)} needs {flag_of(needed)}{why}")
-        if self.dynamic_registration and self.admin_api_key is None:
-            raise ValueError(
-                "--dynamic-registration needs EPD_ADMIN_API_KEY or ADMIN_API_KEY: a registered "
-                "instance gets clients' requests"
-            )
+                raise ValueError(f"{flag_of(name)} needs {text}")
         return self
 
 

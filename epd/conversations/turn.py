@@ -40,5 +40,4 @@ class AnsweredTurn(NamedTuple):
     capture: ReplyCapture | None
 
     def capture_fields(self, events: bytes) -> bytes:
-        """Pass events to `ReplyCapture.capture_fields`, if their fields are extracted."""
         return events if self.capture is None else self.capture.capture_fields(events)

@@ -16,13 +16,11 @@ class Ticket:
     _called: asyncio.Event | None = None
 
     def call(self, where: Literal["inside", "displaced"]) -> None:
-        """End the wait of the ticket with this result."""
         self.where = where
         if self._called is not None:
             self._called.set()
 
     async def wait(self) -> None:
-        """Wait until the ticket has a slot or is removed from the queue."""
         if self.where == "queue":
             self._called = asyncio.Event()
             await self._called.wait()

@@ -203,7 +203,6 @@ class Connection(asyncio.Protocol):
         return not self.reply.complete
 
     def take_body(self) -> bytes:
-        """Return the received part of the body that has not been taken."""
         data = self.reply.take_body()
         if not self._reading:
             self._reading = True

@@ -129,7 +129,6 @@ class Pool:
         self._sweeper = again
 
     async def close(self) -> None:
-        """Close all idle connections, and keep none from now on."""
         self._closed = True
         if self._sweeper is not None:
             self._sweeper.cancel()

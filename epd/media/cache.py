@@ -84,7 +84,6 @@ class MediaCache:
         self.size_bytes = 0
 
     def get(self, key: CacheKey) -> CachedMedia | None:
-        """Return the entry, and count this as its use."""
         entry = self._entries.get(key)
         if entry is not None:
             self._entries.move_to_end(key)

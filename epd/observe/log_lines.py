@@ -56,7 +56,6 @@ class LineWriter:
         atexit.register(self.flush)
 
     def write(self, line: Rendering, *, at_once: bool = False) -> None:
-        """Render and write a line within `BATCH_S`, or at once."""
         if self._lines.qsize() >= MAX_LINES:
             self.dropped += 1
             return

@@ -91,7 +91,6 @@ class LogObserver:
             self._log.log(level, "request", **fields())
 
     def _fields(self, event: RequestRecord, failures: Sequence[str]) -> Fields:
-        """Return the fields of a request's line, the most important ones first."""
         fields: Fields = {"status": event.status, "seconds": round(event.seconds, 4)}
         if event.error is not None:
             fields["error"] = event.error

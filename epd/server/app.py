@@ -163,7 +163,7 @@ async def build_components(
         tracing(config) as tracer,  # closed last: it exports the spans of the other closes
         watched(metrics.loop_lag, background),
         Upstream.connect(files.upstream_tls) as upstream,
-        MediaFetcher.open(config) if config.media_fetch == "proxy" else nullcontext() as media,
+        MediaFetcher.open(config) if config.fetches_media else nullcontext() as media,
         _store(config, background) as cache,
         Conversations.open(config) as conversations,
         _instances(app, upstream, conversations, slot) as fleet,

@@ -85,7 +85,6 @@ class WorkerSlot:
 
     @property
     def index(self) -> int:
-        """Index of the worker in what all workers share."""
         return self.number - 1
 
     @property

@@ -1,11 +1,11 @@
 """Settings of limits, deadlines and the health of instances, and of the media in requests."""
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from epd.config.fields import Domains, Seconds, SecondsOrNone, Section, flag_of
+from epd.config.fields import Domains, Seconds, SecondsOrNone, Section
 from epd.routing.health import HealthPolicy
 
 
@@ -112,17 +112,7 @@ class MediaSettings(Section):
     max_image_pixels: int = Field(default=178_956_970, ge=1)
     """maximum of pixels in one image; the default is vLLM's"""
 
-    @model_validator(mode="after")
-    def _check_media(self) -> Self:
-        # A rule without effect would give the operator a false sense of protection.
-        for flag in (
-            "allowed_media_domains",
-            "allow_http_media",
-            "allow_private_media",
-            "media_fetch_trust_env",
-        ):
-            if getattr(self, flag) and self.media_fetch == "engine":
-                raise ValueError(
-                    f"{flag_of(flag)} needs --media-fetch proxy; engines have their own flags"
-                )
-        return self
+    @property
+    def fetches_media(self) -> bool:
+        """Whether the proxy fetches http(s) media, and not each engine."""
+        return self.media_fetch == "proxy"
