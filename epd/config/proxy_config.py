@@ -109,11 +109,11 @@ class ProxyConfig(ConfigFields):
             ("prefill_servers_urls", "prefill_kv_addrs"),
             ("decode_servers_urls", "decode_kv_addrs"),
         ):
-            found, wanted = len(getattr(self, addresses)), len(getattr(self, urls))
-            if found and found != wanted:
+            count, url_count = len(getattr(self, addresses)), len(getattr(self, urls))
+            if count and count != url_count:
                 raise ValueError(
                     f"{flag_of(addresses)} needs one address per URL of {flag_of(urls)}: it has "
-                    f"{found} for {wanted}"
+                    f"{count} for {url_count}"
                 )
         transfer = KV_TRANSFERS[self.kv_transfer]()
         if self.conversation_store is not None and not transfer.bidirectional:
@@ -169,12 +169,12 @@ class ProxyConfig(ConfigFields):
         if policies:
             return policies
         above = info.data.get
-        asked = {
+        settings = {
             "pd_only": above("skip_prefill_below_tokens") or above("skip_prefill_for_text"),
             "prefill_local_decode_remote": above("local_prefill_url"),
             "cost": above("encode_below_pixels"),
         }
-        if asked["prefill_local_decode_remote"] and asked["cost"]:
+        if settings["prefill_local_decode_remote"] and settings["cost"]:
             raise ValueError("--encode-below-pixels and --local-prefill-url exclude each other")
         encodes = any(above(name) for name in ENCODE_SOURCES)
         stages: tuple[str, ...] = ("prefill_decode",)
@@ -182,7 +182,7 @@ class ProxyConfig(ConfigFields):
             stages = ("encode_prefill_decode", "encode_pd")
         elif above("servers_urls"):
             stages = ("encode_local",)
-        return (*(name for name, wanted in asked.items() if wanted), *stages)
+        return (*(name for name, value in settings.items() if value), *stages)
 
     @model_validator(mode="after")
     def _check_policies(self) -> Self:

@@ -8,7 +8,7 @@ from epd.conversations.conversations import RESULTS, Conversations
 from epd.edge.admission import REFUSALS, Admission
 from epd.encoder_cache.client import EncoderCache
 from epd.observe import metric_defs
-from epd.observe.metric_defs import Figure
+from epd.observe.metric_defs import MetricDef
 from epd.routing.fatal import FatalRequests
 from epd.routing.forecast import encode_work_s
 from epd.routing.health import HealthState
@@ -36,8 +36,8 @@ def instance_metrics(table: InstanceTable) -> Iterator[Metric]:
     """Yield state, loads and prompts of each registered instance, and each stage's backlog."""
     instances = [(instance, table.load(instance)) for instance in table.of_roles(*Role)]
 
-    def family(figure: Figure, value: Callable[[Instance, Load], float | None]) -> Metric:
-        return figure.metric_family(
+    def family(definition: MetricDef, value: Callable[[Instance, Load], float | None]) -> Metric:
+        return definition.metric_family(
             [
                 (_labels(instance), found)
                 for instance, load in instances

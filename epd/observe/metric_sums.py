@@ -12,7 +12,7 @@ from typing import Any
 
 from prometheus_client.metrics_core import Metric
 
-from epd.observe.metric_defs import FIGURES
+from epd.observe.metric_defs import METRIC_DEFS
 
 _Values = dict[tuple[str, frozenset[tuple[str, str]]], list[float]]
 
@@ -51,7 +51,7 @@ def merge_pages(pages: Iterable[Iterable[Metric]]) -> list[Metric]:
 
 
 def _added(family: Metric, values: _Values) -> Metric:
-    combine = FIGURES[family.name].of_workers if family.name in FIGURES else math.fsum
+    combine = METRIC_DEFS[family.name].of_workers if family.name in METRIC_DEFS else math.fsum
     samples = [(name, dict(labels), combine(found)) for (name, labels), found in values.items()]
     return _family(family.name, family.documentation, family.type, samples)
 

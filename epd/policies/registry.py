@@ -75,8 +75,8 @@ def find_policy(name: str) -> Any:
             known = ", ".join([*BUILTIN, *sorted(others)])
             raise PolicyInvalid(f"there is no policy {name!r}; known: {known}")
         case several:
-            brought = ", ".join(found.value for found in several)
-            problem = f"{name} is provided by more than one distribution: {brought}"
+            providers = ", ".join(found.value for found in several)
+            problem = f"{name} is provided by more than one distribution: {providers}"
             raise PolicyInvalid(f"{problem}; uninstall all but one")
     try:
         policy: Any = entry_point.load()

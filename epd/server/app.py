@@ -148,8 +148,8 @@ def create_app(
     app[RECENT] = Recent()
     app[DRAIN] = Drain()
     app[DIRECT] = direct(app, api_routes.answer_request)
-    own: tuple[Observer, ...] = (app[METRICS], app[RECENT])
-    app[OBSERVERS] = (*own, *((LogObserver(config),) if observers is None else observers))
+    observing: tuple[Observer, ...] = (app[METRICS], app[RECENT])
+    app[OBSERVERS] = (*observing, *((LogObserver(config),) if observers is None else observers))
     app.cleanup_ctx.append(partial(build_components, files=files, slot=slot))
     return app
 

@@ -64,8 +64,8 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 def direct(app: web.Application, handler: Handler) -> dict[str, Handler]:
     """Return the handlers of `POST` requests to the API's endpoints, by path (`DIRECT`)."""
-    ours = partial(respond, handler=handler, app=app, access=Access.TENANT)
-    return {path: partial(ours, route=path) for path in ENDPOINTS}
+    respond_to = partial(respond, handler=handler, app=app, access=Access.TENANT)
+    return {path: partial(respond_to, route=path) for path in ENDPOINTS}
 
 
 async def respond(
@@ -225,8 +225,8 @@ async def answer_unknown(request: web.Request) -> web.Response:
     """
     methods = set[str]()
     for route in request.app.router.resources():
-        if route.name != UNKNOWN and (own := (await route.resolve(request))[1]):
-            methods |= own
+        if route.name != UNKNOWN and (allowed := (await route.resolve(request))[1]):
+            methods |= allowed
             request[VISIT].record.set_path(route.canonical)
     if not methods:
         raise UnknownRoute(request.rel_url.raw_path)

@@ -137,7 +137,7 @@ async def test_a_fleet_that_lacks_stages_is_shown(
     """The fleet starts without instances, or loses the last one."""
     state = cast("dict[str, Any]", large(1))
     [one, *_] = state["instances"]
-    left = {"kind": "instance", "at_s": state["now"], "what": "http://gone:1", "said": "removed"}
+    left = {"kind": "instance", "at_s": state["now"], "what": "http://gone:1", "message": "removed"}
     state["instances"] = [{**one, "role": role} for role in roles]
     state["notices"] = [{**left, "more": "prefill"}]
     async with tab(stack.url, state=state, width=width) as looked:
