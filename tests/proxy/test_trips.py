@@ -129,7 +129,7 @@ async def answered(fleet: Fleet, body: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("start", "most"),
     [
-        (text_e_pd, Trip(50, 227, 47)),
+        (text_e_pd, Trip(50, 228, 48)),
         (picture_e_p_d, Trip(79, 473, 78)),
         (picture_hit, Trip(75, 386, 69)),
     ],
