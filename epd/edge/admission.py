@@ -39,7 +39,7 @@ REFUSALS: Mapping[Reason, tuple[type[TryLater], str, str]] = {
 
 @dataclass(slots=True, eq=False)
 class AdmittedRequest(MemoryCount):
-    """Place and bytes of one request. The end of the context releases both.
+    """Slot and bytes of one request. The end of the context releases both.
 
     Attributes:
         size: bytes counted for the request: its body, and the media fetched for it.
@@ -59,7 +59,7 @@ class AdmittedRequest(MemoryCount):
         if self._ticket is not None:
             if self._admission.config.tenant_max_requests is not None:
                 self._use.end_request()
-            self._admission.door.leave_queue(self._ticket)
+            self._admission.queue.leave_queue(self._ticket)
 
     def enter_queue(self) -> Ticket:
         """Return a ticket, which may have to wait for a slot (`wait_slot`).
@@ -72,7 +72,7 @@ class AdmittedRequest(MemoryCount):
         if most is not None:
             use.begin_request()  # counted before the others' are read: see `TenantLedger`
             has_room = use.total_requests() <= most
-        self._ticket = admission.door.enter_queue(self._tenant) if has_room else None
+        self._ticket = admission.queue.enter_queue(self._tenant) if has_room else None
         if self._ticket is None:
             if most is not None:
                 use.end_request()
@@ -151,7 +151,7 @@ class Admission:
 
     Attributes:
         config: limits of all workers together.
-        door: admitted and queued requests.
+        queue: admitted and queued requests.
         max_body_bytes: maximum size of a body.
         body_bytes: bytes of all bodies in memory.
         refused: number of rejected requests, by reason.
@@ -180,7 +180,7 @@ class Admission:
         # requests and the rates of tenants (`TenantLedger`).
         self.config = config
         share = config.workers
-        self.door = FairQueue(max(1, config.max_requests // share), config.max_queue // share)
+        self.queue = FairQueue(max(1, config.max_requests // share), config.max_queue // share)
         self._max_bytes = max(1, config.max_inflight_bytes // share)
         # A tenant gets half: its bodies alone cannot lock out the other tenants. One body of the
         # largest size always fits.
@@ -220,8 +220,8 @@ class Admission:
         with suppress(TimeoutError):
             async with asyncio.timeout(self.config.queue_timeout_s):
                 await ticket.wait()
-        if ticket.where != "inside":
-            raise self.refusal("queue_timeout" if ticket.where == "queue" else "queue_full")
+        if ticket.state != "running":
+            raise self.refusal("queue_timeout" if ticket.state == "queued" else "queue_full")
 
     def exceeded(self, use: TenantUse, size: int) -> Reason | None:
         """Return the limit that more bytes of a tenant would exceed; None if there is room."""

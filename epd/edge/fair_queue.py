@@ -1,4 +1,4 @@
-"""Places for running requests, and a queue for others that is fair between tenants."""
+"""Slots for running requests, and a queue for others that is fair between tenants."""
 
 import asyncio
 from dataclasses import dataclass
@@ -12,18 +12,18 @@ class Ticket:
     """Request in the queue or with a slot."""
 
     tenant: Tenant
-    where: Literal["queue", "inside", "displaced"] = "queue"
-    _called: asyncio.Event | None = None
+    state: Literal["queued", "running", "displaced"] = "queued"
+    _ended: asyncio.Event | None = None
 
-    def call(self, where: Literal["inside", "displaced"]) -> None:
-        self.where = where
-        if self._called is not None:
-            self._called.set()
+    def end_wait(self, state: Literal["running", "displaced"]) -> None:
+        self.state = state
+        if self._ended is not None:
+            self._ended.set()
 
     async def wait(self) -> None:
-        if self.where == "queue":
-            self._called = asyncio.Event()
-            await self._called.wait()
+        if self.state == "queued":
+            self._ended = asyncio.Event()
+            await self._ended.wait()
 
 
 class FairQueue:
@@ -34,12 +34,12 @@ class FairQueue:
     no tenant can lock out another one, and no slot is reserved and unused.
     """
 
-    def __init__(self, slots: int, queue: int) -> None:
-        self.inside = 0
-        self.waiting = 0
+    def __init__(self, slots: int, max_queued: int) -> None:
+        self.running = 0
+        self.queued = 0
         self._slots = slots
-        self._queue = queue
-        self._lines: dict[Tenant, dict[Ticket, None]] = {}
+        self._max_queued = max_queued
+        self._queues: dict[Tenant, dict[Ticket, None]] = {}
         """Queues per tenant, none of them empty; the first one is next. Each queue is a dict,
         because a request may leave from any position."""
 
@@ -48,48 +48,48 @@ class FairQueue:
 
         Return None if the queue has no room for this tenant.
         """
-        if self.inside < self._slots:  # then the queue is empty
-            self.inside += 1
-            return Ticket(tenant, "inside")
-        if self.waiting >= self._queue and not self._make_room(tenant):
+        if self.running < self._slots:  # then the queue is empty
+            self.running += 1
+            return Ticket(tenant, "running")
+        if self.queued >= self._max_queued and not self._make_room(tenant):
             return None
         ticket = Ticket(tenant)
-        self._lines.setdefault(tenant, {})[ticket] = None
-        self.waiting += 1
+        self._queues.setdefault(tenant, {})[ticket] = None
+        self.queued += 1
         return ticket
 
     def leave_queue(self, ticket: Ticket) -> None:
         """Release the ticket's slot, or remove it from the queue."""
-        if ticket.where == "queue":
+        if ticket.state == "queued":
             self._unqueue(ticket)
-        elif ticket.where == "inside":
-            self.inside -= 1
-            if self._lines:
+        elif ticket.state == "running":
+            self.running -= 1
+            if self._queues:
                 self._fill()
 
     def _fill(self) -> None:
-        while self._lines and self.inside < self._slots:
-            tenant, line = next(iter(self._lines.items()))
-            ticket = next(iter(line))
+        while self._queues and self.running < self._slots:
+            tenant, queue = next(iter(self._queues.items()))
+            ticket = next(iter(queue))
             self._unqueue(ticket)
-            if line:
-                self._lines[tenant] = self._lines.pop(tenant)  # behind the others
-            self.inside += 1
-            ticket.call("inside")
+            if queue:
+                self._queues[tenant] = self._queues.pop(tenant)  # behind the others
+            self.running += 1
+            ticket.end_wait("running")
 
     def _make_room(self, tenant: Tenant) -> bool:
-        longest = max(self._lines.values(), key=len, default={})
-        # If the longest line exceeds the tenant's own by at most 1, a swap would gain nothing.
-        if len(longest) <= len(self._lines.get(tenant, ())) + 1:
+        longest = max(self._queues.values(), key=len, default={})
+        # If the longest queue exceeds the tenant's own by at most 1, a swap would gain nothing.
+        if len(longest) <= len(self._queues.get(tenant, ())) + 1:
             return False
         last = next(reversed(longest))
         self._unqueue(last)
-        last.call("displaced")
+        last.end_wait("displaced")
         return True
 
     def _unqueue(self, ticket: Ticket) -> None:
-        line = self._lines[ticket.tenant]
-        del line[ticket]
-        if not line:
-            del self._lines[ticket.tenant]
-        self.waiting -= 1
+        queue = self._queues[ticket.tenant]
+        del queue[ticket]
+        if not queue:
+            del self._queues[ticket.tenant]
+        self.queued -= 1

@@ -24,8 +24,8 @@ SERVING = frozenset({HealthState.HEALTHY, HealthState.TRIAL})
 
 def admission_metrics(admission: Admission) -> Iterator[Metric]:
     """Yield the requests in flight, the queued requests and the rejections."""
-    yield metric_defs.IN_FLIGHT.metric_family([((), admission.door.inside)])
-    yield metric_defs.QUEUED.metric_family([((), admission.door.waiting)])
+    yield metric_defs.IN_FLIGHT.metric_family([((), admission.queue.running)])
+    yield metric_defs.QUEUED.metric_family([((), admission.queue.queued)])
     yield metric_defs.BODY_BYTES.metric_family([((), admission.body_bytes)])
     yield metric_defs.REFUSED.metric_family(
         [((reason,), admission.refused[reason]) for reason in REFUSALS]

@@ -83,7 +83,7 @@ async def serve_request(request: web.Request, handler: Handler, visit: Visit) ->
                 size = request.content_length or 0
                 admitted.check_size(size)
                 ticket = admitted.enter_queue()
-                if ticket.where == "queue":
+                if ticket.state == "queued":
                     await _queued(request, admission, ticket, visit.record)
                 if size:
                     admitted.check_room(size)
