@@ -165,14 +165,14 @@ async def gather_first(
     Raises:
         Exception: the first error of a call; the other calls are cancelled.
     """
-    places, tasks = asyncio.Semaphore(at_once), list[asyncio.Task[V]]()
+    slots, tasks = asyncio.Semaphore(at_once), list[asyncio.Task[V]]()
     try:
         for value in values:
-            await places.acquire()
+            await slots.acquire()
             if errors_of(tasks):
                 break
             tasks.append(task := asyncio.create_task(call(value)))
-            task.add_done_callback(lambda _: places.release())
+            task.add_done_callback(lambda _: slots.release())
         if tasks:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         errors = errors_of(tasks)

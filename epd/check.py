@@ -10,7 +10,7 @@ from epd.config import ConfigInvalid, ProxyConfig
 from epd.config.flags import add_flags
 from epd.config.load import Loaded, as_yaml, load
 from epd.discovery.entries import EntriesInvalid
-from epd.discovery.watching import check_file
+from epd.discovery.instances_file import check_file
 from epd.edge.files import read_keys
 from epd.edge.listening import server_context
 from epd.http.tls import TlsInvalid, upstream_context

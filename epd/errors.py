@@ -178,10 +178,10 @@ class ProxyError(Exception):
     @property
     def headers(self) -> dict[str, str]:
         """Headers of the answer, in addition to those of every answer."""
-        own = {"x-epd-stage": self.stage, "x-epd-error": self.slug}
+        headers = {"x-epd-stage": self.stage, "x-epd-error": self.slug}
         # The official OpenAI client obeys this header. It would otherwise repeat the proxy's
         # retries.
-        return own | {"x-should-retry": "false"} if self.retry_pointless else own
+        return headers | {"x-should-retry": "false"} if self.retry_pointless else headers
 
     @property
     def retry_pointless(self) -> bool:
@@ -219,14 +219,14 @@ def drop_tracebacks(error: BaseException | None) -> None:
     A frame with an error in a local variable and the error's traceback are a reference cycle: a
     request that failed once would keep its media until a garbage collection.
     """
-    left: list[BaseException | None] = [error]
+    pending: list[BaseException | None] = [error]
     seen: set[int] = set()
-    while left:
-        reached = left.pop()
+    while pending:
+        reached = pending.pop()
         if reached is not None and id(reached) not in seen:
             seen.add(id(reached))
             reached.__traceback__ = None
-            left += [reached.__cause__, reached.__context__]
+            pending += [reached.__cause__, reached.__context__]
 
 
 class BadRequest(ProxyError):
@@ -365,7 +365,7 @@ class EncodeMismatch(UpstreamFailed):
         )
 
 
-class AnswerTooLarge(UpstreamFailed):
+class ReplyTooLarge(UpstreamFailed):
     """The answer of an instance exceeds the proxy's limit. Another instance would exceed it too."""
 
     retryable = False

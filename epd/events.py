@@ -109,8 +109,8 @@ class RequestRecord:
         policy: the policy that decided the stages; None before the decision.
         stages: the finished requests to instances.
         items: number of media items, by source.
-        places: number of items by the place where they are encoded, `local` or `encode`, and the
-            reason, if the policy decides for each item.
+        placements: number of items by where they are encoded, `local` or `encode`, and the reason,
+            if the policy decides for each item.
         media: form in which the items went on to prefill and decode, in the last attempt.
         prefix_tokens: estimated number of the prompt's tokens that were in the prefix cache of the
             instance of its prefill; None unless that is chosen by content.
@@ -146,7 +146,7 @@ class RequestRecord:
     policy: str | None = None
     stages: list[StageDone] = field(default_factory=list)
     items: Mapping[ItemResult, int] = field(default_factory=dict)
-    places: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    placements: Mapping[tuple[str, str], int] = field(default_factory=dict)
     media: Mapping[MediaForm, int] = field(default_factory=dict)
     prefix_tokens: int | None = None
     hits: Mapping[Modality, int] = field(default_factory=dict)
@@ -183,8 +183,8 @@ class RequestRecord:
     def begin_encode(self) -> None:
         self.hits, self.waits = {}, 0
 
-    def add_places(self, places: Sequence[tuple[str, str]]) -> None:
-        self.places = Counter(places)
+    def add_placements(self, placements: Sequence[tuple[str, str]]) -> None:
+        self.placements = Counter(placements)
 
     def add_wait(self) -> None:
         self.waits += 1

@@ -19,7 +19,6 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **options)
 
     def add_version(self) -> None:
-        """Add `--version`, which prints the version of this package."""
         self.add_argument("--version", action="version", version=f"{self.prog} {__version__}")
 
     def error(self, message: str) -> NoReturn:

@@ -45,8 +45,10 @@ class SharedPage:
         descriptor: file descriptor, to pass the page to another process.
     """
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """Use a descriptor. All processes have the same monotonic clock, in seconds."""
         self.descriptor = descriptor
+        self._clock = clock
 
     @classmethod
     def new_page(cls) -> "SharedPage":
@@ -93,19 +95,19 @@ class SharedPage:
         number: int = NUMBER.unpack(found)[0] if len(found) == NUMBER.size else 0
         return number
 
-    def mark_wanted(self) -> None:
+    def ask(self) -> None:
         """Tell the writer that the page has a reader. Any process may call this.
 
         Raises:
             OSError: there is not enough memory.
         """
-        self._put(WANTED.pack(time.monotonic()), NUMBER.size)
+        self._put(WANTED.pack(self._clock()), NUMBER.size)
 
     def wanted_within(self, seconds: float) -> bool:
-        """Return whether a reader has called `mark_wanted` within these seconds."""
+        """Return whether a reader has called `ask` within these seconds."""
         found = os.pread(self.descriptor, WANTED.size, NUMBER.size)
         wanted_s: float = WANTED.unpack(found)[0] if len(found) == WANTED.size else 0.0
-        return wanted_s > 0.0 and time.monotonic() - wanted_s < seconds
+        return wanted_s > 0.0 and self._clock() - wanted_s < seconds
 
     @contextmanager
     def hold_lock(self) -> Iterator[None]:
@@ -214,11 +216,10 @@ class WorkerPages:
             if page is not self._page:
                 with suppress(OSError):  # reading it fails too, and is logged
                     awake &= page.wanted_within(self._pace.wanted_s)
-                    page.mark_wanted()
+                    page.ask()
         return awake
 
     def read(self, page: SharedPage) -> Any:
-        """Return the values on a page; None if there are none."""
         try:
             return orjson.loads(page.read() or b"null")
         except (PageUnreadable, OSError, ValueError) as error:
@@ -227,7 +228,6 @@ class WorkerPages:
             return None
 
     def others(self) -> Iterator[Any]:
-        """Yield the values of the other workers."""
         for page in self._pages:
             if page is not self._page and (values := self.read(page)) is not None:
                 yield values

@@ -4,12 +4,12 @@ import structlog
 
 
 class StateLog:
-    """Logs when something begins to fail, when the reason changes, and when it works again."""
+    """Logs when something cannot be used, why, and when it can be used again."""
 
     def __init__(
-        self, what: str, meanwhile: str = "the known instances stay in use", **fields: str
+        self, subject: str, meanwhile: str = "the known instances stay in use", **fields: str
     ) -> None:
-        self._what = what
+        self._subject = subject
         self._meanwhile = meanwhile
         self._fields = fields
         self._reason: str | None = None
@@ -18,11 +18,11 @@ class StateLog:
         """Record a failure; log it if the reason is new."""
         if reason != self._reason:
             self._reason = reason
-            structlog.get_logger("epd").warning(
-                f"{self._what}: {self._meanwhile}", **self._fields, reason=reason
-            )
+            event = f"{self._subject} cannot be used: {self._meanwhile}"
+            structlog.get_logger("epd").warning(event, **self._fields, reason=reason)
 
     def record_success(self) -> None:
         if self._reason is not None:
             self._reason = None
-            structlog.get_logger("epd").info(f"{self._what} again", **self._fields)
+            event = f"{self._subject} can be used again"
+            structlog.get_logger("epd").info(event, **self._fields)

@@ -1,6 +1,6 @@
 """HTTP client of all requests to instances. Failures of connections become errors of a stage.
 
-The connections are those of `epd.http`. An answer is read whole (`Answer`), or while it arrives
+The connections are those of `epd.http`. A reply is read whole (`WholeReply`), or while it arrives
 (`Reply`).
 """
 
@@ -15,10 +15,10 @@ from typing import NamedTuple, Self
 
 from epd.api.body import Pieces
 from epd.errors import (
-    AnswerTooLarge,
     Outcome,
     Overloaded,
     ProxyError,
+    ReplyTooLarge,
     Stage,
     UpstreamDied,
     UpstreamFailed,
@@ -33,8 +33,8 @@ from epd.version import __version__
 
 OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
-MAX_ANSWER_BYTES = 16 * 1024**2
-"""Maximum size of an answer of an encode or prefill instance, and of an error."""
+MAX_REPLY_BYTES = 16 * 1024**2
+"""Maximum size of a reply of an encode or prefill instance, and of an error."""
 
 KEEP_ALIVE_S = 2.0
 """Time for which an idle connection is pooled: under half of vLLM's
@@ -58,7 +58,7 @@ def stage_error(
         stage: stage of the instance.
         broken: slug of a broken connection.
         late: slug of a timeout; None for the stage's.
-        computed: whether the instance had computed its answer, and so survived the request.
+        computed: whether the instance had computed its reply, and so survived the request.
     """
     instance = "the instance" if stage == "proxy" else f"the {stage} instance"
     if isinstance(error, TimeoutError):
@@ -85,10 +85,10 @@ def underlying_error(error: Exception) -> BaseException:
     return error.__cause__ or error
 
 
-def too_large(stage: Stage, limit: int) -> AnswerTooLarge:
-    """Return the error for an answer of more than `limit` bytes."""
-    return AnswerTooLarge(
-        f"the {stage} instance's answer is larger than {limit} bytes",
+def too_large(stage: Stage, limit: int) -> ReplyTooLarge:
+    """Return the error for a reply of more than `limit` bytes."""
+    return ReplyTooLarge(
+        f"the {stage} instance's reply is larger than {limit} bytes",
         slug=f"{stage}_bad_response",
         stage=stage,
     )
@@ -99,8 +99,8 @@ def is_success(status: int) -> bool:
     return 200 <= status < 300  # noqa: PLR2004 - a member of `HTTPStatus` takes a call
 
 
-class Answer(NamedTuple):
-    """A complete answer of an instance."""
+class WholeReply(NamedTuple):
+    """A complete reply of an instance."""
 
     status: int
     headers: Mapping[str, str]
@@ -113,7 +113,7 @@ class Answer(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Reply:
-    """An answer after its head. It must be closed, or used as a context manager.
+    """A reply after its head. It must be closed, or used as a context manager.
 
     The deadline of its body, `_until_s`, is on the event loop's clock; `_late` is the slug of a
     timeout. Each read and wait raises `UpstreamFailed` if the body was cut off, and
@@ -121,7 +121,7 @@ class Reply:
 
     Attributes:
         status: HTTP status.
-        headers: headers of the answer, case-insensitive.
+        headers: headers of the reply, case-insensitive.
         ok: whether the status is a 2xx. A page of HTML is not from vLLM, whatever its status.
     """
 
@@ -138,8 +138,8 @@ class Reply:
 
     def __post_init__(self) -> None:
         # The connection may serve another request once it is released.
-        self.status = self._connection.answer.status
-        self.headers = self._connection.answer.headers
+        self.status = self._connection.reply.status
+        self.headers = self._connection.reply.headers
         html = self.headers.get("Content-Type", "").startswith("text/html")
         self.ok = is_success(self.status) and not html
 
@@ -150,7 +150,7 @@ class Reply:
         self.close()
 
     def close(self) -> None:
-        """Pool the connection of a complete answer, and close any other."""
+        """Pool the connection of a complete reply, and close any other."""
         self._pool.give_back(self._connection)
 
     @property
@@ -167,8 +167,8 @@ class Reply:
         """Number of bytes of the body that have been read and are still held."""
         return len(self._ahead if self._body is None else self._body)
 
-    async def read(self, *, idle_s: float, limit: int = MAX_ANSWER_BYTES) -> bytes:
-        """Return the whole body; raise `AnswerTooLarge` above `limit` bytes.
+    async def read(self, *, idle_s: float, limit: int = MAX_REPLY_BYTES) -> bytes:
+        """Return the whole body; raise `ReplyTooLarge` above `limit` bytes.
 
         Further calls return it again.
         """
@@ -190,18 +190,20 @@ class Reply:
 
         `may_hold` gets the size of each part. After None, `chunk` first returns what was read.
         """
-        answer = self._connection.answer
-        if answer.complete and not self._ahead and may_hold(answer.held):
+        reply = self._connection.reply
+        if reply.complete and not self._ahead and may_hold(reply.unread_bytes):
             self._body = self._connection.take_body()
             return self._body
-        parts, held = list[bytes](), True
+        parts, accepted = list[bytes](), True
         while (
-            held and (self._ahead or not answer.has_ended) and (chunk := await self.chunk(idle_s))
+            accepted
+            and (self._ahead or not reply.has_ended)
+            and (chunk := await self.chunk(idle_s))
         ):
             parts.append(chunk)
-            held = may_hold(len(chunk))
+            accepted = may_hold(len(chunk))
         read = parts[0] if len(parts) == 1 else b"".join(parts)
-        if not held:
+        if not accepted:
             self._ahead = read
             return None
         self._body = read
@@ -242,7 +244,7 @@ class Reply:
         if self._ahead:
             ahead, self._ahead = self._ahead, b""
             if not sink(ahead):
-                return self._connection.answer.has_ended
+                return self._connection.reply.has_ended
         try:
             return await self._connection.pour_body(sink, idle_s)
         except FAILURES as error:
@@ -290,7 +292,7 @@ class Upstream:
         body: Pieces | None = None,
         head_timeout_s: float,
     ) -> Reply:
-        """Send a request (POST with a body, GET without) and wait for the head of its answer.
+        """Send a request (POST with a body, GET without) and wait for the head of its reply.
 
         The caller closes the reply. If its body has not been read by then, this closes the
         connection, which tells the instance that the request is abandoned.
@@ -311,24 +313,24 @@ class Upstream:
         headers: Mapping[str, str],
         body: Pieces | None = None,
         timeout_s: float,
-    ) -> Answer:
-        """Send a request and read the whole answer, with any status.
+    ) -> WholeReply:
+        """Send a request and read the whole reply, with any status.
 
         Raises:
-            UpstreamFailed: it could not be sent, the answer was cut off, or is too large.
-            UpstreamTimeout: the answer was not complete within `timeout_s` seconds.
+            UpstreamFailed: it could not be sent, the reply was cut off, or is too large.
+            UpstreamTimeout: the reply was not complete within `timeout_s` seconds.
         """
         until_s = asyncio.get_running_loop().time() + timeout_s
         connection = await self._exchange(_request(url, headers, body, stage), until_s)
         with Reply(self._pool, connection, stage, until_s, f"{stage}_timeout") as reply:
-            return Answer(reply.status, reply.headers, await reply.read(idle_s=timeout_s))
+            return WholeReply(reply.status, reply.headers, await reply.read(idle_s=timeout_s))
 
     async def _exchange(self, request: "_Request", until_s: float) -> Connection:
-        """Send a request, and return its connection after the head of the answer.
+        """Send a request, and return its connection after the head of the reply.
 
         The request is sent a second time if only the end of an idle connection was at fault: an
         instance may close an idle connection at the moment of its reuse. Before any byte of an
-        answer, this says nothing about the instance. If the instance then accepts no new
+        reply, this says nothing about the instance. If the instance then accepts no new
         connection, it died while it had the request.
         """
         origin, stage = request.target.origin, request.stage
@@ -345,10 +347,10 @@ class Upstream:
                 connection = await self._send_again(request, until_s, error)
         except FAILURES as error:
             raise stage_error(error, stage, broken=f"{stage}_failed") from underlying_error(error)
-        if connection.answer.headers.get("Content-Encoding", "identity").lower() != "identity":
+        if connection.reply.headers.get("Content-Encoding", "identity").lower() != "identity":
             connection.abort()
             raise UpstreamFailed(
-                f"the {stage} instance's answer has an unsupported encoding",
+                f"the {stage} instance's reply has an unsupported encoding",
                 slug=f"{stage}_bad_response",
                 stage=stage,
             )
@@ -373,7 +375,7 @@ class Upstream:
                 raise failure from error
             return False
         connection.abort()
-        return is_success(connection.answer.status)
+        return is_success(connection.reply.status)
 
     async def _send_again(self, request: "_Request", until_s: float, broken: Broken) -> Connection:
         try:

@@ -16,7 +16,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from epd.observe.metric_defs import BODY_BYTES, IN_FLIGHT, INSTANCE_REQUESTS, INSTANCE_UP, QUEUED
-from epd.observe.worker_metrics import load
+from epd.observe.metric_sums import load
 from epd.shared_page import PageUnreadable, SharedPage
 from epd.tools.up.process import Process
 from scripts.chaos_fleet import ENVIRONMENT, READY_S, wait_for

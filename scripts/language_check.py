@@ -43,7 +43,6 @@ MIN_WORDS = 4
 ALLOWED = {
     *(("CONTRIBUTING.md", word) for word in ("who", "whose", "nobody")),
     ("scripts/make_media.py", "whoever"),  # drawn in a committed picture
-    ("epd/ui/recent.py", "said"),  # a field of /ui/state
 }
 """Places that may use a word: path and word."""
 

@@ -10,7 +10,7 @@ document names must exist.
 import re
 from collections.abc import Iterator
 
-from epd.observe.metric_defs import FIGURES, Figure
+from epd.observe.metric_defs import METRIC_DEFS, MetricDef
 from scripts.generated import DOCS, write_or_check
 
 TABLE = re.compile(r"(<!-- figures -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -30,10 +30,10 @@ def main() -> None:
 
 def table() -> str:
     head = "| name | kind | labels | |\n| --- | --- | --- | --- |\n"
-    return head + "".join(map(row, FIGURES.values()))
+    return head + "".join(map(row, METRIC_DEFS.values()))
 
 
-def row(figure: Figure) -> str:
+def row(figure: MetricDef) -> str:
     """Return the row of a metric, with the name of its samples (a histogram: of its family)."""
     name = figure.name + (ENDS["counter"][0] if figure.kind == "counter" else "")
     labels = ", ".join(f"`{label}`" for label in figure.labels)
@@ -44,8 +44,8 @@ def row(figure: Figure) -> str:
 
 def unknown(document: str) -> Iterator[str]:
     """Yield the metric names in a document that do not exist."""
-    known = {figure.name + end for figure in FIGURES.values() for end in ENDS[figure.kind]}
-    known |= {figure.name for figure in FIGURES.values() if figure.kind == "histogram"}
+    known = {figure.name + end for figure in METRIC_DEFS.values() for end in ENDS[figure.kind]}
+    known |= {figure.name for figure in METRIC_DEFS.values() if figure.kind == "histogram"}
     yield from sorted({*NAME.findall(document)} - known)
 
 

@@ -135,14 +135,14 @@ def test_shared_page_is_readable_only_by_its_user(page: SharedPage) -> None:
     assert os.fstat(page.descriptor).st_mode & 0o777 == 0o600
 
 
-def test_a_page_is_wanted_for_a_while(page: SharedPage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_is_wanted_for_a_while(page: SharedPage) -> None:
     now_s = 1000.0
-    monkeypatch.setattr("epd.shared_page.time.monotonic", lambda: now_s)
+    page = SharedPage(page.descriptor, lambda: now_s)
 
     assert not page.wanted_within(math.inf)
     page.write(b"1")
     assert not page.wanted_within(math.inf)
-    SharedPage(page.descriptor).mark_wanted()
+    SharedPage(page.descriptor, lambda: now_s).ask()
     now_s += 5
 
     assert page.wanted_within(5.1)

@@ -5,8 +5,8 @@ parser would read each of their characters and copy them, and a writer would cop
 Instead they stay in the received buffer, and a body for an instance is a list of pieces. Media that
 the client has written with escapes, such as a slash after a backslash, are copied without them.
 
-A random mark, which no client can know or guess, replaces each cut text. For all other code the
-mark is a short string, which moves to bodies for instances in the place of the text.
+A random placeholder, which no client can know or guess, replaces each cut text. For all other code
+the placeholder is a short string, which moves to bodies for instances in the place of the text.
 """
 
 import gc
@@ -42,10 +42,10 @@ KEY = re.compile(rb'"[ \t\r\n]*:')
 
 TOKEN_BYTES = 16
 NUMBER_DIGITS = 6
-MARK_LENGTH = 1 + 2 * TOKEN_BYTES + NUMBER_DIGITS
+PLACEHOLDER_LENGTH = 1 + 2 * TOKEN_BYTES + NUMBER_DIGITS
 
 Cuts = Mapping[str, memoryview]
-"""Texts cut out of a body, by the marks in their places."""
+"""Texts cut out of a body, by the placeholders in their places."""
 
 Pieces = Sequence[bytes | memoryview]
 """A body to be sent: one piece after the other."""
@@ -80,32 +80,37 @@ def cut_media(raw: bytes | bytearray) -> tuple[bytes | bytearray, Cuts]:
 
     The rest is valid JSON exactly if the body is: a cut text has no quotation mark, and no
     backslash but those of whole escapes, so it lies within one string, or outside all strings, as
-    its mark does. The proxy does not check that all of its characters may be in a string: engines
-    parse base64 strictly.
+    its placeholder does. The proxy does not check that all of its characters may be in a string:
+    engines parse base64 strictly.
     """
     if len(raw) <= WINDOW:
         return raw, NO_CUTS
     token = _token()
-    whole, kept, cuts, end = memoryview(raw), list[bytes | memoryview](), dict[str, memoryview](), 0
+    whole, parts, cuts, end = (
+        memoryview(raw),
+        list[bytes | memoryview](),
+        dict[str, memoryview](),
+        0,
+    )
     for start, stop in _media(raw):
         escaped = raw.find(b"\\", start, stop) >= 0
         text = _unescaped(whole[start:stop]) if escaped else whole[start:stop]
         if text is None:
             continue
-        mark = f"{token}{len(cuts):0{NUMBER_DIGITS}}"
-        cuts[mark] = text
-        kept += whole[end:start], mark.encode()
+        placeholder = f"{token}{len(cuts):0{NUMBER_DIGITS}}"
+        cuts[placeholder] = text
+        parts += whole[end:start], placeholder.encode()
         end = stop
     if not cuts:
         return raw, NO_CUTS
-    return b"".join((*kept, whole[end:])), cuts
+    return b"".join((*parts, whole[end:])), cuts
 
 
 def join_cuts(cuts: Cuts, texts: Sequence[memoryview]) -> tuple[Cuts, list[str]]:
-    """Add texts to the cuts of a body. Return all cuts, and the marks of the added texts."""
+    """Add texts to the cuts of a body. Return all cuts, and the placeholders of the added texts."""
     token = next(iter(cuts))[:-NUMBER_DIGITS] if cuts else _token()
-    marks = [f"{token}{len(cuts) + index:0{NUMBER_DIGITS}}" for index in range(len(texts))]
-    return {**cuts, **dict(zip(marks, texts, strict=True))}, marks
+    placeholders = [f"{token}{len(cuts) + index:0{NUMBER_DIGITS}}" for index in range(len(texts))]
+    return {**cuts, **dict(zip(placeholders, texts, strict=True))}, placeholders
 
 
 def _token() -> str:
@@ -142,7 +147,7 @@ def _unescaped(text: memoryview) -> memoryview | None:
 
 
 def pieces(written: bytes, cuts: Cuts) -> Pieces:
-    """Return a written body, with the cut texts in the places of their marks."""
+    """Return a written body, with the cut texts in the places of their placeholders."""
     if not cuts:
         return (written,)
     token = next(iter(cuts))[:-NUMBER_DIGITS].encode()
@@ -194,7 +199,7 @@ def cut_and_parsed(
             slug="text_too_large",
         )
     try:
-        return parse(rest), cuts, len(rest) - MARK_LENGTH * len(cuts)
+        return parse(rest), cuts, len(rest) - PLACEHOLDER_LENGTH * len(cuts)
     except BadRequest:
         if not cuts or len(raw) > max_text_bytes:
             raise
@@ -305,7 +310,7 @@ def reply_field(reply: bytes, name: str, *, stage: Stage) -> dict[str, Any]:
         return {}
     if not isinstance(value, dict) or _is_too_deep(value, reply):
         raise UpstreamFailed(
-            f"the {stage} instance's answer is not in vLLM's format",
+            f"the {stage} instance's reply is not in vLLM's format",
             slug=f"{stage}_bad_response",
             stage=stage,
         )

@@ -41,7 +41,6 @@ class ChatCompletions(Endpoint):
 
     path = "/v1/chat/completions"
     limits = ("max_tokens", "max_completion_tokens")
-    paced = True
     tokenized = (
         *("messages", "tools", "chat_template", "chat_template_kwargs", *MM_KWARGS),
         *("add_generation_prompt", "continue_final_message", "add_special_tokens"),
@@ -62,10 +61,10 @@ def encode_body(
     body: Body, item: MMItem, ec_transfer_params: Mapping[str, Any] | None = None
 ) -> Body:
     """Return the encode request of an item, without the text of its request."""
-    own = {} if ec_transfer_params is None else {"ec_transfer_params": ec_transfer_params}
+    params = {} if ec_transfer_params is None else {"ec_transfer_params": ec_transfer_params}
     ignored = "" if item.form is None else "chat_template"
     return {
-        **own,
+        **params,
         **{field: body[field] for field in FOR_ENCODE if field in body and field != ignored},
         "messages": [{"role": "user", "content": [raw_part(item), TEXT]}],
         "stream": False,

@@ -14,7 +14,6 @@ class Completions(Endpoint):
 
     path = "/v1/completions"
     operation = "text_completion"
-    paced = True
     tokenized = ("prompt", "add_special_tokens")
 
     def can_prefill(self, body: Body) -> bool:

@@ -46,7 +46,6 @@ class Endpoint:
         key_header: header with the client's API key.
         tokenized: fields that `/tokenize` tokenizes as this endpoint does; empty for none.
         operation: name in OpenTelemetry's conventions for generative AI, if there is one.
-        paced: whether its requests accept a `stream_interval`.
     """
 
     path: str
@@ -59,7 +58,6 @@ class Endpoint:
     key_header: ClassVar[str] = "Authorization"
     tokenized: ClassVar[tuple[str, ...]] = ()
     operation: ClassVar[str | None] = "chat"
-    paced: ClassVar[bool] = False
 
     def read(
         self, raw: bytes | bytearray, content_type: str, max_text_bytes: int
@@ -90,17 +88,6 @@ class Endpoint:
         """Return the media items of a request in order. Raise `BadRequest` if a part is invalid."""
         return iter(())
 
-    def at_interval(self, body: Body, tokens: int) -> Body:
-        """Return a request for a stream with this number of tokens in each chunk.
-
-        A request without a stream, or with the client's own `stream_interval`, is not changed.
-        """
-        if tokens == 1 or not self.paced or not is_stream(body):
-            return body
-        if body.get("stream_interval") is not None:
-            return body
-        return {**body, "stream_interval": tokens}
-
     def can_prefill(self, body: Body) -> bool:
         """Return whether prefill can do its part of a request; else decode does both parts."""
         return self.generates and not _needs_one_engine(body)
@@ -117,8 +104,8 @@ class Endpoint:
 
     def _one_token(self, body: Body) -> Body:
         limits = {field: 1 for field in self.limits if field in body}
-        kept = {key: value for key, value in body.items() if key not in NOT_FOR_PREFILL}
-        return {**kept, **limits, self.limits[0]: 1}
+        fields = {key: value for key, value in body.items() if key not in NOT_FOR_PREFILL}
+        return {**fields, **limits, self.limits[0]: 1}
 
     def content_type(self, body: Body) -> str:  # noqa: ARG002
         return JSON
@@ -138,8 +125,8 @@ class Endpoint:
 
 def is_stream(body: Body) -> bool:
     """Return whether a request asks for a stream, as vLLM's parser (pydantic) reads the field."""
-    asked = body.get("stream")
-    return asked.lower() not in FALSE if isinstance(asked, str) else bool(asked)
+    stream = body.get("stream")
+    return stream.lower() not in FALSE if isinstance(stream, str) else bool(stream)
 
 
 def encode_json(body: Body, cuts: Cuts) -> Pieces:

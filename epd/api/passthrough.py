@@ -118,10 +118,10 @@ class Transcriptions(PassedOn):
             RequestRefused: 415, the body is not a form.
             BadRequest: the form is malformed, or has a field that instances must not get.
         """
-        form = MultipartForm(tuple(_kept(read_form(raw, content_type))))
+        form = MultipartForm(tuple(_known_parts(read_form(raw, content_type))))
         model = next((part.text() for part in form.parts if part.name == "model"), None)
-        named = {"form": form} if model is None else {"model": model, "form": form}
-        return named, NO_CUTS, len(raw)
+        body = {"form": form} if model is None else {"model": model, "form": form}
+        return body, NO_CUTS, len(raw)
 
     def content_type(self, body: Body) -> str:
         return str(body["form"].content_type)
@@ -141,7 +141,7 @@ def _conversations(value: list[Any], path: Path) -> Iterator[MMItem]:
             yield from _conversations(conversation, (*path, index))
 
 
-def _kept(parts: Iterable[FormPart]) -> Iterator[FormPart]:
+def _known_parts(parts: Iterable[FormPart]) -> Iterator[FormPart]:
     """Yield the parts of a form that an instance gets.
 
     Raises:

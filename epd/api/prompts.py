@@ -24,9 +24,9 @@ def prompt_tokens(body: Body) -> int:
     A role counts as text, in place of the chat template's text around a message.
     """
     text_bytes = ids = 0
-    left: list[Any] = [body[field] for field in FIELDS if field in body]
-    while left:
-        value = left.pop()
+    pending: list[Any] = [body[field] for field in FIELDS if field in body]
+    while pending:
+        value = pending.pop()
         match value:
             case str():
                 text_bytes += len(value) if value.isascii() else len(value.encode())
@@ -34,7 +34,7 @@ def prompt_tokens(body: Body) -> int:
                 if value and type(value[0]) is int:
                     ids += len(value)
                 else:
-                    left += value
+                    pending += value
             case dict():
-                left += (value[key] for key in value if key not in NO_TEXT)
+                pending += (value[key] for key in value if key not in NO_TEXT)
     return ids + -(-text_bytes // BYTES_PER_TOKEN)

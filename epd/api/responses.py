@@ -79,14 +79,14 @@ class Responses(Endpoint):
 
     def error_event(self, error: ProxyError) -> bytes:
         """Return the API's own error event. Its `error` field makes OpenAI's client raise."""
-        own = {
+        event = {
             "type": "error",
             "code": error.slug,
             "message": error.message,
             "param": error.param,
             "error": error.detail,
         }
-        return b"event: error\ndata: " + orjson.dumps(own) + b"\n\n"
+        return b"event: error\ndata: " + orjson.dumps(event) + b"\n\n"
 
 
 def _response_pictures(parts: list[Any], path: Path) -> Iterator[MMItem]:

@@ -99,8 +99,8 @@ IDLE: Mapping[str, str] = {
 
 
 class _Idle(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, *given: Any, **_: Any) -> None:
-        sys.stderr.write(f"{parser.prog}: warning: {given[-1]} {self.const}\n")
+    def __call__(self, parser: argparse.ArgumentParser, *arguments: Any, **_: Any) -> None:
+        sys.stderr.write(f"{parser.prog}: warning: {arguments[-1]} {self.const}\n")
 
 
 def add_example_flags(parser: argparse.ArgumentParser) -> None:

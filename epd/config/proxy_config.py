@@ -12,27 +12,45 @@ from epd.policies.registry import Policies, make_policies
 from epd.routing.instances import ANSWERING, Role
 from epd.transfer.registry import KV_TRANSFERS, load_ec_transfer, load_kv_transfer
 
+MEDIA = (
+    "allowed_media_domains",
+    "allow_http_media",
+    "allow_private_media",
+    "media_fetch_trust_env",
+)
+"""Rules for media. One without effect would give the operator a false sense of protection."""
+
 NEEDS = (
-    ("registration_hosts", "dynamic_registration", ""),
-    ("registration_store", "dynamic_registration", ""),
-    ("kv_events_addrs", "kv_events", ""),
-    ("ssl_ca_certs", "ssl_certfile", ""),
-    # Without keys all clients are one tenant, and any client could lock out the others.
-    ("tenant_max_requests", "api_keys_file", ""),
-    ("tenant_requests_per_minute", "api_keys_file", ""),
-    ("trusted_tenants", "api_keys_file", ""),
+    *(
+        (name, "fetches_media", "--media-fetch proxy; engines have their own flags")
+        for name in MEDIA
+    ),
     (
         "allow_private_media",
         "allowed_media_domains",
-        ": without it, a request could reach every internal host",
+        "--allowed-media-domains: without it, a request could reach every internal host",
     ),
     (
         "media_fetch_trust_env",
         "allowed_media_domains",
-        ": the forward proxy resolves the names, so their addresses cannot be checked",
+        "--allowed-media-domains: the forward proxy resolves the names, and no address is checked",
     ),
+    ("registration_hosts", "dynamic_registration", "--dynamic-registration"),
+    ("registration_store", "dynamic_registration", "--dynamic-registration"),
+    (
+        "dynamic_registration",
+        "admin_api_key",
+        "EPD_ADMIN_API_KEY or ADMIN_API_KEY: a registered instance gets clients' requests",
+    ),
+    ("kv_events", "content_roles", "--prefill-balance or --decode-balance content"),
+    ("kv_events_addrs", "kv_events", "--kv-events"),
+    ("ssl_ca_certs", "ssl_certfile", "--ssl-certfile"),
+    # Without keys all clients are one tenant, and any client could lock out the others.
+    ("tenant_max_requests", "api_keys_file", "--api-keys-file"),
+    ("tenant_requests_per_minute", "api_keys_file", "--api-keys-file"),
+    ("trusted_tenants", "api_keys_file", "--api-keys-file"),
 )
-"""Settings that need another one, with the reason if the message gives it."""
+"""Settings that need another value of the configuration, by its name and as the message says it."""
 
 
 class ProxyConfig(ConfigFields):
@@ -91,11 +109,11 @@ class ProxyConfig(ConfigFields):
             ("prefill_servers_urls", "prefill_kv_addrs"),
             ("decode_servers_urls", "decode_kv_addrs"),
         ):
-            found, wanted = len(getattr(self, addresses)), len(getattr(self, urls))
-            if found and found != wanted:
+            count, url_count = len(getattr(self, addresses)), len(getattr(self, urls))
+            if count and count != url_count:
                 raise ValueError(
                     f"{flag_of(addresses)} needs one address per URL of {flag_of(urls)}: it has "
-                    f"{found} for {wanted}"
+                    f"{count} for {url_count}"
                 )
         transfer = load_kv_transfer(self.kv_transfer)
         if self.conversation_store is not None and not transfer.bidirectional:
@@ -151,12 +169,12 @@ class ProxyConfig(ConfigFields):
         if policies:
             return policies
         above = info.data.get
-        asked = {
+        settings = {
             "pd_only": above("skip_prefill_below_tokens") or above("skip_prefill_for_text"),
             "prefill_local_decode_remote": above("local_prefill_url"),
             "cost": above("encode_below_pixels"),
         }
-        if asked["prefill_local_decode_remote"] and asked["cost"]:
+        if settings["prefill_local_decode_remote"] and settings["cost"]:
             raise ValueError("--encode-below-pixels and --local-prefill-url exclude each other")
         encodes = any(above(name) for name in ENCODE_SOURCES)
         stages: tuple[str, ...] = ("prefill_decode",)
@@ -164,7 +182,7 @@ class ProxyConfig(ConfigFields):
             stages = ("encode_prefill_decode", "encode_pd")
         elif above("servers_urls"):
             stages = ("encode_local",)
-        return (*(name for name, wanted in asked.items() if wanted), *stages)
+        return (*(name for name, value in settings.items() if value), *stages)
 
     @model_validator(mode="after")
     def _check_policies(self) -> Self:
@@ -173,14 +191,9 @@ class ProxyConfig(ConfigFields):
 
     @model_validator(mode="after")
     def _check_needs(self) -> Self:
-        for name, needed, why in NEEDS:
+        for name, needed, text in NEEDS:
             if getattr(self, name) and not getattr(self, needed):
-                raise ValueError(f"{flag_of(name)} needs {flag_of(needed)}{why}")
-        if self.dynamic_registration and self.admin_api_key is None:
-            raise ValueError(
-                "--dynamic-registration needs EPD_ADMIN_API_KEY or ADMIN_API_KEY: a registered "
-                "instance gets clients' requests"
-            )
+                raise ValueError(f"{flag_of(name)} needs {text}")
         return self
 
 

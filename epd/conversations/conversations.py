@@ -3,7 +3,8 @@
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Literal, Self, TypeVar, get_args
 
@@ -14,26 +15,24 @@ from ec_store.config import redacted
 from epd.aio import cancel_after
 from epd.config.sections import ConfigFields
 from epd.config.sections.transfers import TransferSettings
+from epd.conversations.entry import (
+    MAX_ENTRY_BYTES,
+    ConversationEntry,
+    Fingerprint,
+    StoredBlocks,
+    parse_entry,
+)
 from epd.conversations.stores import (
     ConversationsInMemory,
     ConversationsInRedis,
     ConversationStore,
     StoreAway,
 )
-from epd.conversations.turn import (
-    MAX_ENTRY_BYTES,
-    AnsweredTurn,
-    ConversationEntry,
-    Fingerprint,
-    HeldBlocks,
-    Turn,
-    parse_entry,
-)
+from epd.conversations.turn import AnsweredTurn, Turn
 from epd.tenants import ANONYMOUS
 from epd.transfer.nixl import BLOCKS_TTL_S, kept_params
 
 logger = structlog.get_logger("epd")
-
 
 T = TypeVar("T")
 
@@ -89,17 +88,15 @@ class Conversations:
         self._warned = config.workers == 1 or config.conversation_store is not None
 
     @classmethod
-    def from_config(cls, config: ConfigFields) -> Self:
-        """Return the conversations of the configured store: a context manager that closes it."""
-        if (url := config.conversation_store) is None:
-            return cls(ConversationsInMemory(), config)
-        return cls(ConversationsInRedis(url), config)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.store.close()
+    @asynccontextmanager
+    async def open(cls, config: ConfigFields) -> AsyncIterator[Self]:
+        """Return the conversations of the configured store, which is closed at the exit."""
+        url = config.conversation_store
+        store = ConversationsInRedis(url) if url else ConversationsInMemory()
+        try:
+            yield cls(store, config)
+        finally:
+            await store.close()
 
     async def begin_turn(self, turn: Turn, decodes: Collection[str]) -> None:
         """Look up and take the entry of the previous turn. No other turn can use it.
@@ -122,18 +119,18 @@ class Conversations:
             self.results["stale"] += 1
         else:
             turn.before = before
-            if before.held is None:
+            if before.blocks is None:
                 self.results["miss"] += 1
 
     async def store_turn(self, turn: AnsweredTurn) -> None:
         """Store the entry of a turn after its answer ended without an error."""
-        held = self._held_blocks(turn)
-        if held is not None:
-            self._know(turn.decode, held.engine)
-        entry = ConversationEntry(self._clock(), turn.decode, turn.prefill, held)
+        blocks = self._blocks_of(turn)
+        if blocks is not None:
+            self._know(turn.decode, blocks.engine)
+        entry = ConversationEntry(self._clock(), turn.decode, turn.prefill, blocks)
         written = entry.to_json()
         if len(written) > MAX_ENTRY_BYTES:
-            written = replace(entry, held=None).to_json()
+            written = replace(entry, blocks=None).to_json()
         ttl_s = self._config.conversation_ttl
         await self._ask(lambda: self.store.put(turn.key, written, ttl_s))
 
@@ -145,7 +142,7 @@ class Conversations:
         self._lost_s[decode] = now_s
         self._engines.pop(decode, None)
 
-    def _held_blocks(self, turn: AnsweredTurn) -> HeldBlocks | None:
+    def _blocks_of(self, turn: AnsweredTurn) -> StoredBlocks | None:
         """Return the blocks that decode holds of a turn; None if unknown or unusable."""
         basis, reply = turn.basis, turn.capture
         if basis is None or reply is None or reply.params is None or not reply.prompt:
@@ -157,7 +154,7 @@ class Conversations:
             fingerprint = Fingerprint.of_tokens(tokens, self.token_key)
         except ValueError:
             return None
-        return HeldBlocks({**params}, fingerprint, basis)
+        return StoredBlocks({**params}, fingerprint, basis)
 
     def _know(self, decode: str, engine: str) -> None:
         """Record the engine of an instance. It differs after each start."""
@@ -171,12 +168,12 @@ class Conversations:
         The store's own expiry is not enough: it uses the time to live at the time of writing, and
         Redis counts from the arrival of the write.
         """
-        if entry.kept_s < self._clock() - self._config.conversation_ttl:
+        if entry.stored_s < self._clock() - self._config.conversation_ttl:
             return True
-        if entry.kept_s < self._lost_s.get(entry.decode, 0.0):
+        if entry.stored_s < self._lost_s.get(entry.decode, 0.0):
             return True
         known = self._engines.get(entry.decode)
-        return entry.held is not None and known not in {None, entry.held.engine}
+        return entry.blocks is not None and known not in {None, entry.blocks.engine}
 
     async def _ask(self, call: Callable[[], Awaitable[T]]) -> tuple[bool, T | None]:
         """Return whether the store answered, and its answer."""

@@ -96,10 +96,10 @@ def prompt_of(body: Body, fields: Iterable[str]) -> PromptQuestion | None:
     others = {name for name, value in body.items() if value is not None}  # null has no effect
     if not others <= question.keys() | NEUTRAL | ALIKE:
         return None
-    alike = {name: body[name] for name in ALIKE if body.get(name) is not None}
-    form = blake3(dump_json(alike, sort_keys=True)).hexdigest()
-    given = question.get("prompt")
-    return PromptQuestion(question, form, given if isinstance(given, list) else None)
+    equal = {name: body[name] for name in ALIKE if body.get(name) is not None}
+    form = blake3(dump_json(equal, sort_keys=True)).hexdigest()
+    prompt = question.get("prompt")
+    return PromptQuestion(question, form, prompt if isinstance(prompt, list) else None)
 
 
 def _determines_kv(messages: Any) -> bool:

@@ -37,7 +37,6 @@ class ConversationsInMemory:
         clock: Callable[[], float] = time.monotonic,
         max_bytes: int = MAX_TOTAL_BYTES,
     ) -> None:
-        """Create an empty store of at most this many entries."""
         self._most = most
         self._clock = clock
         self._max_bytes = max_bytes
@@ -47,12 +46,10 @@ class ConversationsInMemory:
 
     @property
     def entry_count(self) -> int:
-        """The number of entries that have not expired."""
         self._evict()
         return len(self._entries)
 
     async def take_entry(self, key: str) -> bytes | None:
-        """Remove and return the entry of a key; None if there is none."""
         self._evict()
         return self._drop(key)
 

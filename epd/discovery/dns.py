@@ -1,7 +1,6 @@
-"""DNS lookups of all addresses of a name, and its effective addresses while lookups fail."""
+"""DNS lookups of all addresses of a name."""
 
-import math
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable
 from functools import cached_property
 
 import dns.asyncresolver
@@ -17,34 +16,6 @@ LookUp = Callable[[str], Awaitable[frozenset[str]]]
 
 class LookUpFailed(Exception):
     """A name lookup failed."""
-
-
-EMPTY_S = 60.0
-"""Time for which a name must have no address before its last addresses are dropped, in seconds."""
-
-
-class DnsState:
-    """The effective addresses of one name.
-
-    A failing resolver says nothing about the instances: their addresses stay. An empty answer may
-    be true, as after scaling to zero, and takes effect after a delay.
-    """
-
-    def __init__(self) -> None:
-        self.current: frozenset[str] = frozenset()
-        self._empty_since_s = math.inf
-
-    def record_addresses(self, addresses: Collection[str], now_s: float) -> None:
-        if addresses:
-            self.current = frozenset(addresses)
-            self._empty_since_s = math.inf
-            return
-        self._empty_since_s = min(self._empty_since_s, now_s)
-        if now_s - self._empty_since_s >= EMPTY_S:
-            self.current = frozenset()
-
-    def record_failure(self) -> None:
-        self._empty_since_s = math.inf
 
 
 TIMEOUT_S = 3.0

@@ -161,9 +161,9 @@ def _read(document: Any) -> tuple[Instance, ...]:
         if entry.ec_zmq_addrs and entry.role not in CONSUMERS:
             raise EntriesInvalid(f"{entry.url}: {NOT_FOR_OTHERS}")
     instances = tuple(entry.instance for entry in found.instances)
-    named = [instance.key for instance in instances]
-    if len(set(named)) < len(named):
-        twice = next(url for role, url in named if named.count((role, url)) > 1)
+    keys = [instance.key for instance in instances]
+    if len(set(keys)) < len(keys):
+        twice = next(url for role, url in keys if keys.count((role, url)) > 1)
         raise EntriesInvalid(f"{twice!r} is named twice")
     return instances
 

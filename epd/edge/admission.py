@@ -1,6 +1,6 @@
 """Admission control: admit a request, queue it, or reject it before its body is read.
 
-Admitted requests have places. The queue is fair between tenants, and each tenant has a rate limit.
+Bytes of bodies, and requests of each tenant, have limits too.
 """
 
 import asyncio
@@ -11,101 +11,11 @@ from dataclasses import dataclass
 from typing import Literal, Self
 
 from epd.config.sections import ConfigFields
+from epd.edge.fair_queue import FairQueue, Ticket
 from epd.edge.tenant_use import RateLimiter, TenantUse
-from epd.errors import Overloaded, TooManyRequests, TryLater
-from epd.media.held_bytes import HeldBytes
+from epd.errors import Overloaded, RequestRefused, TooManyRequests, TryLater
+from epd.media.memory_count import MemoryCount
 from epd.tenants import Tenant
-
-
-@dataclass(slots=True, eq=False)
-class Ticket:
-    """Request in the queue or with a place."""
-
-    tenant: Tenant
-    where: Literal["queue", "inside", "displaced"] = "queue"
-    _called: asyncio.Event | None = None
-
-    def call(self, where: Literal["inside", "displaced"]) -> None:
-        """End the wait of the ticket with this result."""
-        self.where = where
-        if self._called is not None:
-            self._called.set()
-
-    async def wait(self) -> None:
-        """Wait until the ticket has a place or is removed from the queue."""
-        if self.where == "queue":
-            self._called = asyncio.Event()
-            await self._called.wait()
-
-
-class FairQueue:
-    """Bounded places and a bounded queue, fair between tenants.
-
-    A free place goes to the oldest request of the next tenant, in round robin. If the queue is
-    full, a new request replaces the newest request of the tenant with the most queued requests. So
-    no tenant can lock out another one, and no place is reserved and unused.
-    """
-
-    def __init__(self, places: int, queue: int) -> None:
-        self.inside = 0
-        self.waiting = 0
-        self._places = places
-        self._queue = queue
-        self._lines: dict[Tenant, dict[Ticket, None]] = {}
-        """Queues per tenant, none of them empty; the first one is next. Each queue is a dict,
-        because a request may leave from any position."""
-
-    def enter_queue(self, tenant: Tenant) -> Ticket | None:
-        """Return a ticket, with a place or in the queue. It must be passed to `leave_queue` once.
-
-        Return None if the queue has no room for this tenant.
-        """
-        if self.inside < self._places:  # then the queue is empty
-            self.inside += 1
-            return Ticket(tenant, "inside")
-        if self.waiting >= self._queue and not self._make_room(tenant):
-            return None
-        ticket = Ticket(tenant)
-        self._lines.setdefault(tenant, {})[ticket] = None
-        self.waiting += 1
-        return ticket
-
-    def leave_queue(self, ticket: Ticket) -> None:
-        """Release the ticket's place, or remove it from the queue."""
-        if ticket.where == "queue":
-            self._unqueue(ticket)
-        elif ticket.where == "inside":
-            self.inside -= 1
-            if self._lines:
-                self._fill()
-
-    def _fill(self) -> None:
-        while self._lines and self.inside < self._places:
-            tenant, line = next(iter(self._lines.items()))
-            ticket = next(iter(line))
-            self._unqueue(ticket)
-            if line:
-                self._lines[tenant] = self._lines.pop(tenant)  # behind the others
-            self.inside += 1
-            ticket.call("inside")
-
-    def _make_room(self, tenant: Tenant) -> bool:
-        longest = max(self._lines.values(), key=len, default={})
-        # If the longest line exceeds the tenant's own by at most 1, a swap would gain nothing.
-        if len(longest) <= len(self._lines.get(tenant, ())) + 1:
-            return False
-        last = next(reversed(longest))
-        self._unqueue(last)
-        last.call("displaced")
-        return True
-
-    def _unqueue(self, ticket: Ticket) -> None:
-        line = self._lines[ticket.tenant]
-        del line[ticket]
-        if not line:
-            del self._lines[ticket.tenant]
-        self.waiting -= 1
-
 
 Reason = Literal[
     "tenant_rate", "tenant_requests", "queue_full", "queue_timeout", "body_bytes", "tenant_bytes"
@@ -128,8 +38,8 @@ REFUSALS: Mapping[Reason, tuple[type[TryLater], str, str]] = {
 
 
 @dataclass(slots=True, eq=False)
-class AdmittedRequest(HeldBytes):
-    """Place and bytes of one request. The end of the context releases both.
+class AdmittedRequest(MemoryCount):
+    """Slot and bytes of one request. The end of the context releases both.
 
     Attributes:
         size: bytes counted for the request: its body, and the media fetched for it.
@@ -149,10 +59,10 @@ class AdmittedRequest(HeldBytes):
         if self._ticket is not None:
             if self._admission.config.tenant_max_requests is not None:
                 self._use.end_request()
-            self._admission.door.leave_queue(self._ticket)
+            self._admission.queue.leave_queue(self._ticket)
 
     def enter_queue(self) -> Ticket:
-        """Return a ticket, which may have to wait for a place (`wait_place`).
+        """Return a ticket, which may have to wait for a slot (`wait_slot`).
 
         Raises:
             TooManyRequests: the tenant has too many requests, or the queue is full.
@@ -162,7 +72,7 @@ class AdmittedRequest(HeldBytes):
         if most is not None:
             use.begin_request()  # counted before the others' are read: see `TenantLedger`
             has_room = use.total_requests() <= most
-        self._ticket = admission.door.enter_queue(self._tenant) if has_room else None
+        self._ticket = admission.queue.enter_queue(self._tenant) if has_room else None
         if self._ticket is None:
             if most is not None:
                 use.end_request()
@@ -194,12 +104,31 @@ class AdmittedRequest(HeldBytes):
         """
         more = size - self.size
         if more > 0:
-            self._admission.check_room(self._use, more)
+            self.check_room(more)
             self.set_size(size)
+
+    def receive(self, size: int) -> None:
+        """Count the `size` bytes of its body that have arrived, or are about to.
+
+        Raises:
+            RequestRefused: the body is too large (413).
+            TryLater: there is no room for it, as in `grow`.
+        """
+        self.check_size(size)
+        self.grow(size)
+
+    def check_size(self, size: int) -> None:
+        """Raise `RequestRefused` (413) if a body of `size` bytes is too large."""
+        limit = self._admission.max_body_bytes
+        if size > limit:
+            raise RequestRefused(
+                413, f"the body is larger than {limit} bytes", slug="body_too_large"
+            )
 
     def check_room(self, size: int) -> None:
         """Raise as `grow` does if there is no room for a body of this size. Nothing is counted."""
-        self._admission.check_room(self._use, size)
+        if (reason := self._admission.exceeded(self._use, size)) is not None:
+            raise self._admission.refusal(reason)
 
     def remove(self, size: int) -> None:
         self.set_size(max(0, self.size - size))
@@ -222,7 +151,8 @@ class Admission:
 
     Attributes:
         config: limits of all workers together.
-        door: admitted and queued requests.
+        queue: admitted and queued requests.
+        max_body_bytes: maximum size of a body.
         body_bytes: bytes of all bodies in memory.
         refused: number of rejected requests, by reason.
     """
@@ -245,16 +175,17 @@ class Admission:
         self._new_use = new_use
         self.body_bytes = 0
         self.refused: Counter[Reason] = Counter()
-        # The process gets its share of places and bytes, and the limits of tenants. The workers
+        # The process gets its share of slots and bytes, and the limits of tenants. The workers
         # together keep the configured limits, for any distribution of the requests: they share the
         # requests and the rates of tenants (`TenantLedger`).
         self.config = config
         share = config.workers
-        self.door = FairQueue(max(1, config.max_requests // share), config.max_queue // share)
+        self.queue = FairQueue(max(1, config.max_requests // share), config.max_queue // share)
         self._max_bytes = max(1, config.max_inflight_bytes // share)
         # A tenant gets half: its bodies alone cannot lock out the other tenants. One body of the
         # largest size always fits.
-        self._tenant_max_bytes = max(self._max_bytes // 2, config.worker_max_body_bytes)
+        self.max_body_bytes = config.worker_max_body_bytes
+        self._tenant_max_bytes = max(self._max_bytes // 2, self.max_body_bytes)
         per_minute = config.tenant_requests_per_minute
         # A bucket keeps the time at which it will be full: it is in `TenantUse`.
         self._rate = None if per_minute is None else RateLimiter(per_minute)
@@ -279,8 +210,8 @@ class Admission:
             use = self._uses[tenant.name] = self._new_use(tenant.name)
         return use
 
-    async def wait_place(self, ticket: Ticket) -> None:
-        """Wait until the ticket has a place.
+    async def wait_slot(self, ticket: Ticket) -> None:
+        """Wait until the ticket has a slot.
 
         Raises:
             TooManyRequests: the request was removed from the full queue for another tenant's.
@@ -289,13 +220,8 @@ class Admission:
         with suppress(TimeoutError):
             async with asyncio.timeout(self.config.queue_timeout_s):
                 await ticket.wait()
-        if ticket.where != "inside":
-            raise self.refusal("queue_timeout" if ticket.where == "queue" else "queue_full")
-
-    def check_room(self, use: TenantUse, size: int) -> None:
-        """Raise as `AdmittedRequest.check_room` does."""
-        if (reason := self.exceeded(use, size)) is not None:
-            raise self.refusal(reason)
+        if ticket.state != "running":
+            raise self.refusal("queue_timeout" if ticket.state == "queued" else "queue_full")
 
     def exceeded(self, use: TenantUse, size: int) -> Reason | None:
         """Return the limit that more bytes of a tenant would exceed; None if there is room."""

@@ -31,7 +31,6 @@ class RequestHandler(web.RequestHandler):
 
     @property
     def has_queued(self) -> bool:
-        """Return whether a parsed head or error waits for the requests before it."""
         return bool(self._messages)
 
     def newest(self) -> tuple[bool, StreamReader]:

@@ -36,7 +36,6 @@ class Drain:
         self._end_late(math.inf)
 
     async def idle(self) -> None:
-        """Wait until no request runs."""
         while self.running:
             self._none_runs = self._none_runs or asyncio.Event()
             await self._none_runs.wait()

@@ -39,12 +39,12 @@ MAX_CHARACTERS = 4096
 
 def sent_on(headers: CIMultiDictProxy[str], *, trusted: bool) -> dict[str, str]:
     """Return the client's headers that go to instances; a trusted client may see their load."""
-    kept = {}
+    forwarded = {}
     if session := _single_header(headers, SESSION):
-        kept[SESSION] = session
+        forwarded[SESSION] = session
     if trusted and (load_format := _single_header(headers, LOAD_FORMAT)).lower() in FORMATS:
-        kept[LOAD_FORMAT] = load_format
-    return kept
+        forwarded[LOAD_FORMAT] = load_format
+    return forwarded
 
 
 def priority_of(headers: CIMultiDictProxy[str]) -> int | None:

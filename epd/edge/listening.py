@@ -53,13 +53,13 @@ def listening_at(path: Path, backlog: int = BACKLOG) -> Iterator[socket.socket]:
         with _lock_folder(path.parent):
             _remove_stale(path)
             listener.bind(str(path))
-            own = path.stat()
+            status = path.stat()
             # Within the lock: another process would find a file without a listener stale.
             listener.listen(backlog)
         try:
             yield listener
         finally:
-            _remove(path, own)
+            _remove(path, status)
 
 
 @contextmanager
@@ -92,11 +92,11 @@ def _remove_stale(path: Path) -> None:
     raise OSError(errno.EADDRINUSE, "another process listens on it")
 
 
-def _remove(path: Path, own: os.stat_result) -> None:
+def _remove(path: Path, status: os.stat_result) -> None:
     """Remove the file, unless another process has replaced it."""
     with suppress(FileNotFoundError):
         now = path.lstat()
-        if (now.st_dev, now.st_ino) == (own.st_dev, own.st_ino):
+        if (now.st_dev, now.st_ino) == (status.st_dev, status.st_ino):
             path.unlink()
 
 
@@ -213,25 +213,13 @@ def _bound(family: int, address: Address, *, shared: bool = False) -> socket.soc
 
 
 def log_listening(config: ConfigFields, address: Any, **more: object) -> None:
-    """Log that a socket listens at this address: its URL for clients, and `topology_name`."""
+    """Log that a socket listens at this address, by its URL for clients."""
     if config.uds is not None:
         url = f"unix:{config.uds}"
     else:
         host, port, *_ = address
         url = f"{'http' if config.ssl_certfile is None else 'https'}://{host}:{port}"
-    structlog.get_logger("epd").info("listening", url=url, topology=topology_name(config), **more)
-
-
-def topology_name(config: ConfigFields) -> str:
-    """Return the number of instances per role, such as `2e1p1d`; `dynamic` if it may change."""
-    if config.dynamic:
-        return "dynamic"
-    encode, decode = len(config.encode_servers_urls), len(config.decode_servers_urls)
-    prefill = len(config.prefill_servers_urls)
-    encodes = f"{encode}e" if encode else ""
-    if config.servers_urls:
-        return f"{encodes}{len(config.servers_urls)}epd"
-    return f"{encodes}{prefill}p{decode}d" if prefill else f"{encodes}{decode}pd"
+    structlog.get_logger("epd").info("listening", url=url, **more)
 
 
 class Handshakes:

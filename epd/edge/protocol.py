@@ -91,7 +91,7 @@ class ServerConnection(aiohttp_private.RequestHandler):
         for timer in (self._head_timer, self._write_timer):
             if timer is not None:
                 timer.cancel()
-        self._server.release_place(self)
+        self._server.forget_connection(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -258,7 +258,7 @@ class EdgeServer(web.Server):
         return ServerConnection(self, self._config, loop=loop, **self._options)
 
     def admit_connection(self, connection: ServerConnection) -> bool:
-        """Return whether the connection gets a place; if so, count it as open."""
+        """Return whether the connection gets a slot; if so, count it as open."""
         if len(self._open) >= self._limit:
             return False
         self._open.add(connection)
@@ -282,7 +282,7 @@ class EdgeServer(web.Server):
         while timeout is None and self._open:  # noqa: ASYNC110 - only at the end of the process
             await asyncio.sleep(CLOSE_POLL_S)
 
-    def release_place(self, connection: ServerConnection) -> None:
+    def forget_connection(self, connection: ServerConnection) -> None:
         self._open.discard(connection)
         self._rejected.discard(connection)
 

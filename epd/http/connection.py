@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from http import HTTPStatus
 from typing import cast
 
-from epd.http.http1 import AnswerReader, Malformed, Origin
+from epd.http.http1 import Malformed, Origin, ReplyReader
 
 PIECE_BYTES = 256 * 1024
 """Size of the batches of a large request. Larger ones block the event loop in TLS or in a copy."""
@@ -24,7 +24,7 @@ that is up acknowledges both, however long its server takes to answer."""
 PROBE_IDLE_S, PROBE_INTERVAL_S = 60, 15
 """Delay of the first keep-alive probe on a silent connection, and interval of further ones."""
 READ_BUFFER_BYTES = 256 * 1024
-"""Size of the unread part of an answer above which reading from the socket pauses."""
+"""Size of the unread part of a reply above which reading from the socket pauses."""
 
 Sink = Callable[[bytes], bool]
 """Receives a piece of a body. Returns whether it can accept another one."""
@@ -35,7 +35,7 @@ class Unreachable(Exception):
 
 
 class Broken(Exception):
-    """The connection ended before the answer, or the answer is invalid."""
+    """The connection ended before the reply, or the reply is invalid."""
 
 
 class Died(Broken):
@@ -72,12 +72,12 @@ def _batches(parts: Iterable[bytes | memoryview]) -> Iterator[Sequence[memoryvie
 class Connection(asyncio.Protocol):
     """A connection, and the exchange in progress on it.
 
-    Each wait raises `Broken` if the connection ends before, or the answer is invalid. It raises
+    Each wait raises `Broken` if the connection ends before, or the reply is invalid. It raises
     `TimeoutError` if nothing is received in time: until `until_s`, on the event loop's clock.
 
     Attributes:
         origin: its server.
-        answer: the answer to the current request, as far as it has been received.
+        reply: the reply to the current request, as far as it has been received.
         reused: whether the current request is not its first.
         reusable: whether it may be reused.
         idle_since_s: start of its idle time, on the event loop's clock.
@@ -90,7 +90,7 @@ class Connection(asyncio.Protocol):
         self.idle_since_s = 0.0
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport
-        self.answer = AnswerReader()
+        self.reply = ReplyReader()
         self._requested = False
         self._sent_s: float | None = None
         self._failure: Exception | None = None
@@ -106,19 +106,19 @@ class Connection(asyncio.Protocol):
     def is_stale(self) -> bool:
         """Whether it failed in the way of a connection that the server closed while it was idle.
 
-        No byte of an answer has been received, and the request was sent only just before. A server
+        No byte of a reply has been received, and the request was sent only just before. A server
         that reads a request and dies of it, or works on it first, fails differently.
         """
         sent_s = self._sent_s
         just_sent = sent_s is None or self._loop.time() - sent_s < STALE_S
-        return self.reused and not self.answer.begun and just_sent
+        return self.reused and not self.reply.begun and just_sent
 
     @property
     def is_usable(self) -> bool:
         return (
             self.reusable
-            and self._reading  # else the next answer would not be read
-            and (not self._requested or self.answer.reusable)
+            and self._reading  # else the next reply would not be read
+            and (not self._requested or self.reply.reusable)
             and not self._transport.is_closing()
             and not self._transport.get_write_buffer_size()
         )
@@ -126,10 +126,10 @@ class Connection(asyncio.Protocol):
     async def send_request(
         self, head: bytes, body: Sequence[bytes | memoryview], until_s: float
     ) -> None:
-        """Send a request, and wait for the head of the answer."""
+        """Send a request, and wait for the head of the reply."""
         self.reused, self._requested = self._requested, True
         self._sent_s = None
-        self.answer.start_answer()
+        self.reply.start_reply()
         self._check_open()
         size = sum(map(len, body))
         if size <= JOINED_BYTES:
@@ -141,15 +141,15 @@ class Connection(asyncio.Protocol):
                 await self._send(batch, until_s)
             del batch  # which refers to the whole body
         self._sent_s = self._loop.time()
-        while not self.answer.status:
+        while not self.reply.status:
             await self._wait(until_s)
 
     async def _send(self, batch: Sequence[memoryview], until_s: float) -> None:
         # A server that has answered already may not read the rest of the body, so do not wait.
-        while not self._writable and not self.answer.status:
+        while not self._writable and not self.reply.status:
             await self._wait(until_s)
-        # RFC 9112, 9.5: send no more after an error. A complete answer needs no more either.
-        if self.answer.status >= HTTPStatus.BAD_REQUEST or self.answer.complete:
+        # RFC 9112, 9.5: send no more after an error. A complete reply needs no more either.
+        if self.reply.status >= HTTPStatus.BAD_REQUEST or self.reply.complete:
             self.reusable = False
             return
         self._check_open()
@@ -165,13 +165,13 @@ class Connection(asyncio.Protocol):
             raise Broken from self._failure
 
     async def wait_body(self, until_s: float) -> None:
-        while not (self.answer.held or self.answer.complete):
+        while not (self.reply.unread_bytes or self.reply.complete):
             await self._wait(until_s)
 
     async def chunk(self, until_s: float) -> bytes:
         """Return the next received part of the body; empty at its end."""
         while not (data := self.take_body()):
-            if self.answer.complete:
+            if self.reply.complete:
                 return b""
             await self._wait(until_s)
         return data
@@ -187,24 +187,23 @@ class Connection(asyncio.Protocol):
                 await self._wait(self._loop.time() + idle_s)
         finally:
             self._sink = None
-        return self.answer.has_ended
+        return self.reply.has_ended
 
     def _pour_received(self) -> bool:
         """Pass the received part to the sink. Return whether it accepts more without a wake-up."""
         sink = self._sink
         if sink is None:
             return False
-        if self.answer.held:
+        if self.reply.unread_bytes:
             data = self.take_body()
             self._until_s = self._loop.time() + self._idle_s
             if not sink(data):
                 self._sink = None
                 return False
-        return not self.answer.complete
+        return not self.reply.complete
 
     def take_body(self) -> bytes:
-        """Return the received part of the body that has not been taken."""
-        data = self.answer.take_body()
+        data = self.reply.take_body()
         if not self._reading:
             self._reading = True
             self._transport.resume_reading()
@@ -253,27 +252,27 @@ class Connection(asyncio.Protocol):
         _enable_keepalive(transport.get_extra_info("socket"))
 
     def data_received(self, data: bytes) -> None:
-        if not self._requested or self.answer.complete:  # no request is waiting for it
+        if not self._requested or self.reply.complete:  # no request is waiting for it
             self.abort()
             return
         try:
-            self.answer.feed(data)
+            self.reply.feed(data)
         except Malformed as error:
             self._failure = error
             self.abort()
         if self._pour_received() and self._failure is None:
             return
-        if self.answer.held > READ_BUFFER_BYTES and self._reading:
+        if self.reply.unread_bytes > READ_BUFFER_BYTES and self._reading:
             self._reading = False
             self._transport.pause_reading()
         self._wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Wake the waiter with an error, unless the end of the connection completes the answer."""
+        """Wake the waiter with an error, unless the end of the connection completes the reply."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._failure is None and (exc is not None or not self.answer.connection_ended()):
+        if self._failure is None and (exc is not None or not self.reply.connection_ended()):
             self._failure = exc or ConnectionResetError("the connection was closed")
         self._wake()
 

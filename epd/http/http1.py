@@ -1,4 +1,4 @@
-"""HTTP/1.1 for a client: the head of a request, and the parser of an answer."""
+"""HTTP/1.1 for a client: the head of a request, and the parser of a reply."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,15 +10,15 @@ from multidict import CIMultiDict
 from yarl import URL
 
 CONTINUE, OK = 100, 200
-"""The lowest valid status, and the lowest status of a final answer."""
+"""The lowest valid status, and the lowest status of a final reply."""
 MAX_HEAD_BYTES = 64 * 1024
-"""Maximum size of an answer's head."""
+"""Maximum size of a reply's head."""
 TEXT_ERRORS = "surrogateescape"
 """Error handler for headers: bytes that are not UTF-8 become surrogates and are passed on."""
 
 
 class Malformed(ValueError):
-    """The received data is not a valid answer."""
+    """The received data is not a valid reply."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +27,13 @@ class Origin:
 
     Attributes:
         host: host for the lookup, including the final dot of an absolute name.
-        named: whether the host is a name, which needs a lookup.
+        is_name: whether the host is a name, which needs a lookup.
     """
 
     host: str
     port: int
     tls: bool
-    named: bool
+    is_name: bool
 
     def __hash__(self) -> int:
         # A str caches its hash, and each request looks up idle connections by origin.
@@ -109,43 +109,43 @@ def request_head(
     return f"{start}{lines}\r\n".encode("utf-8", TEXT_ERRORS)
 
 
-class AnswerReader:
-    """Parses one answer after the other, from data that is split at arbitrary positions.
+class ReplyReader:
+    """Parses one reply after the other, from data that is split at arbitrary positions.
 
     Attributes:
-        begun: whether a byte of the answer has been received.
-        status: status of the answer; 0 before its head.
+        begun: whether a byte of the reply has been received.
+        status: status of the reply; 0 before its head.
         headers: headers, case-insensitive.
-        held: number of received body bytes that have not been taken.
-        complete: whether the whole answer has been received.
-        reusable: whether the connection can carry another answer.
+        unread_bytes: number of received body bytes that have not been taken.
+        complete: whether the whole reply has been received.
+        reusable: whether the connection can carry another reply.
     """
 
     def __init__(self) -> None:
         self._parser = HttpResponseParser(self)
-        self.start_answer()
+        self.start_reply()
 
-    def start_answer(self) -> None:
+    def start_reply(self) -> None:
         self.begun = self.complete = self.reusable = False
         self.status = 0
         self.headers: CIMultiDict[str] = CIMultiDict()
-        self.held = 0
+        self.unread_bytes = 0
         self._chunks: list[bytes] = []
         self._fields: list[tuple[bytes, bytes]] = []
         self._head_bytes = 0
 
     @property
     def has_ended(self) -> bool:
-        return self.complete and not self.held
+        return self.complete and not self.unread_bytes
 
     def feed(self, data: bytes) -> None:
-        """Parse the next received data. Raise `Malformed` if it is not a valid answer."""
+        """Parse the next received data. Raise `Malformed` if it is not a valid reply."""
         self.begun = True
         try:
             self._parser.feed_data(data)
         except (HttpParserError, HttpParserUpgrade) as error:
             self.reusable = False
-            if not self.complete:  # data after a complete answer is not part of it
+            if not self.complete:  # data after a complete reply is not part of it
                 raise Malformed("not HTTP/1.1") from error
         if not self.status:
             self._head_bytes += len(data)
@@ -153,7 +153,7 @@ class AnswerReader:
                 raise Malformed("the head is too large")
 
     def connection_ended(self) -> bool:
-        """Record the end of the connection. Return whether it completes the answer."""
+        """Record the end of the connection. Return whether it completes the reply."""
         framed = "Content-Length" in self.headers or "Transfer-Encoding" in self.headers
         if self.status and not framed:
             self.complete = True
@@ -164,23 +164,23 @@ class AnswerReader:
         chunks = self._chunks
         if not chunks:
             return b""
-        self._chunks, self.held = [], 0
+        self._chunks, self.unread_bytes = [], 0
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     # Callbacks of the parser.
 
     def on_message_begin(self) -> None:
         if self.complete:
-            raise Malformed("an answer without a request")
+            raise Malformed("a reply without a request")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self.status:  # else it is a trailer
             self._fields.append((name, value))
 
     def on_headers_complete(self) -> None:
-        """Keep the head of the answer; ignore that of an interim answer."""
+        """Keep the head of the reply; ignore that of an interim reply."""
         status = self._parser.get_status_code()
-        if status < CONTINUE:  # its body would be read as the next answer
+        if status < CONTINUE:  # its body would be read as the next reply
             raise Malformed("not a valid status")
         if status >= OK:
             self.headers = CIMultiDict(
@@ -194,9 +194,9 @@ class AnswerReader:
 
     def on_body(self, data: bytes) -> None:
         self._chunks.append(data)
-        self.held += len(data)
+        self.unread_bytes += len(data)
 
     def on_message_complete(self) -> None:
-        if self.status:  # and the answer is not an interim one
+        if self.status:  # and the reply is not an interim one
             self.complete = True
             self.reusable = self._parser.should_keep_alive()

@@ -93,7 +93,7 @@ class Pool:
         connecting, tls, name = partial(Connection, origin), None, None
         if origin.tls:
             tls, name = self._tls, self._server_names.get(origin, origin.host).rstrip(".")
-        if not origin.named:
+        if not origin.is_name:
             _, connection = await self._loop.create_connection(
                 connecting, origin.host, origin.port, ssl=tls, server_hostname=name
             )
@@ -129,7 +129,6 @@ class Pool:
         self._sweeper = again
 
     async def close(self) -> None:
-        """Close all idle connections, and keep none from now on."""
         self._closed = True
         if self._sweeper is not None:
             self._sweeper.cancel()

@@ -20,8 +20,8 @@ def event_endpoints(instance: Instance, addresses: Sequence[str]) -> Iterator[st
     """
     if instance.dp_size > 1 and instance.role not in CONSUMERS:
         return  # it chooses the rank itself: which engine has a prompt is not known
-    named = dict(map(named_events_address, addresses))
-    address = instance.kv_events or named.get(instance.url) or named.get("", DEFAULT_EVENTS_AT)
+    by_url = dict(map(named_events_address, addresses))
+    address = instance.kv_events or by_url.get(instance.url) or by_url.get("", DEFAULT_EVENTS_AT)
     found = EVENTS_AT.fullmatch(address)
     if found is None:
         yield address

@@ -1,13 +1,14 @@
 """Blocks of the KV cache of one engine, and the links of prompts in them. No I/O.
 
-An engine reports the blocks that it stores and removes. The mark of a request (`marks`) names the
-links of its prompt. A link is tied to the block in which it ends, and lives as long as that block.
+An engine reports the blocks that it stores and removes. The marker of a request (`markers`) names
+the links of its prompt. A link is tied to the block in which it ends, and lives as long as that
+block.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 
 from ec_store.bounded import BoundedDict
-from epd.kv_events.marks import read_mark
+from epd.kv_events.markers import read_marker
 from epd.routing.prefix import MAX_LINKS, Prefix
 
 MAX_BLOCKS = 262_144
@@ -48,14 +49,14 @@ class BlockMap:
         return changes
 
     def record_stored(
-        self, blocks: Sequence[int], parent: int | None, size: int, mark: str | None
+        self, blocks: Sequence[int], parent: int | None, size: int, marker: str | None
     ) -> None:
         """Record hashes of blocks of `size` tokens that follow each other.
 
-        `parent` is the hash of the block before them; None at the beginning of a prompt. `mark` is
-        that of the request that they were stored for.
+        `parent` is the hash of the block before them; None at the beginning of a prompt. `marker`
+        is that of the request that they were stored for.
         """
-        prompt = read_mark(mark)
+        prompt = read_marker(marker)
         start = 0 if parent is None else self._ends.get(parent)
         if start is None:
             if not prompt.links or parent is None:

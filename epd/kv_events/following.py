@@ -89,7 +89,7 @@ class KVEvents:
         log = self._logs.get(key)
         if log is None:
             log = self._logs[key] = StateLog(
-                "the KV events of an engine cannot be followed",
+                "the KV events of an engine",
                 "its prefix cache is estimated",
                 instance=instance[1],
                 rank=str(rank),

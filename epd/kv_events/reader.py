@@ -62,7 +62,6 @@ class Subscription:
             self.feed.record_fault("disconnected")
 
     def read_messages(self) -> None:
-        """Read what has arrived, at most `MAX_MESSAGES`."""
         while self.monitor.poll(0):
             recv_monitor_message(self.monitor)
             self.feed.record_fault("disconnected")

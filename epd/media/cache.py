@@ -84,7 +84,6 @@ class MediaCache:
         self.size_bytes = 0
 
     def get(self, key: CacheKey) -> CachedMedia | None:
-        """Return the entry, and count this as its use."""
         entry = self._entries.get(key)
         if entry is not None:
             self._entries.move_to_end(key)
@@ -121,9 +120,9 @@ def fresh_s(headers: Headers) -> float:
     directives = _directives(headers)
     if "no-cache" in directives or "no-store" in directives:
         return 0
-    given = directives.get("s-maxage", directives.get("max-age"))
-    if given is not None:
-        lifetime: float = _seconds(given)
+    max_age = directives.get("s-maxage", directives.get("max-age"))
+    if max_age is not None:
+        lifetime: float = _seconds(max_age)
     else:
         expires, date = (_date(headers.get(name)) for name in ("Expires", "Date"))
         lifetime = (expires - date).total_seconds() if expires and date else 0

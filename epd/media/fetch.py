@@ -34,7 +34,7 @@ from epd.media.cache import (
     revalidation_headers,
 )
 from epd.media.forward_proxy import forward_proxies
-from epd.media.held_bytes import HeldBytes
+from epd.media.memory_count import MemoryCount
 from epd.media.names import LOOKUP_S, CheckedResolver, HostNames, NoAllowedAddress
 from epd.media.parts import GROUP, GROUP_BYTES, Remote, source
 from epd.media.policy import NO_ADDRESS, NO_NAME_OR_ADDRESS, check_url, refused_url
@@ -109,12 +109,12 @@ class MediaFetcher:
                 await fetcher._flights.close()
 
     async def inline_media(
-        self, body: Body, items: Sequence[MMItem], cuts: Cuts, held: HeldBytes
+        self, body: Body, items: Sequence[MMItem], cuts: Cuts, memory: MemoryCount
     ) -> tuple[Body, Cuts]:
         """Return the body with `data:` URLs in place of `http` and `https` ones, and its cuts.
 
         At most `REQUEST_SLOTS` URLs are fetched at a time. The total size of all items is limited
-        like that of a body with media. The scope of `held` separates the cache entries of tenants.
+        like that of a body with media. The scope of `memory` separates the cache of tenants.
 
         Raises:
             ProxyError: an item failed; the other fetches are cancelled.
@@ -134,14 +134,14 @@ class MediaFetcher:
         async def fetch_items(items: list[MMItem]) -> Media:
             nonlocal size
             try:
-                medium = await self.fetch(remote[items[0]], items[0].modality, held)
+                medium = await self.fetch(remote[items[0]], items[0].modality, memory)
                 size += medium.size * len(items)
                 if size > limit:
                     raise BadRequest(
                         f"the total size of the request's media exceeds {limit} bytes as base64",
                         slug="media_too_large",
                     )
-                held.add(medium.size * len(items))
+                memory.add(medium.size * len(items))
             except ProxyError as error:
                 raise error.at_param(items[0].media_param) from error.__cause__
             return medium
@@ -152,15 +152,20 @@ class MediaFetcher:
             for items, medium in zip(same.values(), fetched, strict=True)
             for item in items
         }
-        cuts, marks = join_cuts(cuts, [memoryview(medium.base64) for medium in media.values()])
+        cuts, placeholders = join_cuts(
+            cuts, [memoryview(medium.base64) for medium in media.values()]
+        )
         parts = {
-            item: {**item.part, item.kind: {**item.part[item.kind], "url": medium.head + mark}}
-            for (item, medium), mark in zip(media.items(), marks, strict=True)
+            item: {
+                **item.part,
+                item.kind: {**item.part[item.kind], "url": medium.head + placeholder},
+            }
+            for (item, medium), placeholder in zip(media.items(), placeholders, strict=True)
         }
         return with_parts(body, parts), cuts
 
-    async def fetch(self, url: str, modality: str, held: HeldBytes) -> Media:
-        """Return the media. Until they are complete, their memory is counted apart from `held`.
+    async def fetch(self, url: str, modality: str, memory: MemoryCount) -> Media:
+        """Return the media. Until they are complete, their memory is counted apart from `memory`.
 
         Concurrent calls with the same scope and URL share one download, regardless of the origin's
         cache headers.
@@ -171,14 +176,14 @@ class MediaFetcher:
             TryLater: the memory limit is reached, or other downloads have all slots for too long.
         """
         target = check_url(self._config, url)
-        key = CacheKey(held.scope, modality, str(target))
+        key = CacheKey(memory.scope, modality, str(target))
         known = self._cache.get(key)
         if known is not None and _now() < known.fresh_until:
             return known.media
-        return await self._flights.join(key, partial(self._load, key, target, known, held))
+        return await self._flights.join(key, partial(self._load, key, target, known, memory))
 
     async def _load(
-        self, key: CacheKey, target: URL, known: CachedMedia | None, held: HeldBytes
+        self, key: CacheKey, target: URL, known: CachedMedia | None, memory: MemoryCount
     ) -> Media:
         limit_s = self._config.media_timeout_s
         try:
@@ -186,8 +191,8 @@ class MediaFetcher:
             # The wait for a slot does not count as time of the origin.
             async with self._slots.slot(key.scope, limit_s):
                 async with asyncio.timeout(limit_s):
-                    with held.separate_count() as own:
-                        entry = await self._download(target, key, known, own)
+                    with memory.separate_count() as download_memory:
+                        entry = await self._download(target, key, known, download_memory)
         except TimeoutError:
             raise MediaFetchFailed("the origin did not send the media in time") from None
         except (BadRequest, NotAtOrigin):
@@ -200,14 +205,14 @@ class MediaFetcher:
         return entry.media
 
     async def _download(
-        self, url: URL, key: CacheKey, known: CachedMedia | None, held: HeldBytes
+        self, url: URL, key: CacheKey, known: CachedMedia | None, memory: MemoryCount
     ) -> CachedMedia:
         """Follow redirects, and read the final answer or find it unchanged."""
-        asked = _now()
+        sent_s = _now()
         fresh = float("inf")
         for _ in range(MAX_REDIRECTS + 1):
-            ours = known if known is not None and known.url == str(url) else None
-            headers = revalidation_headers(ours.headers) if ours else {}
+            stored = known if known is not None and known.url == str(url) else None
+            headers = revalidation_headers(stored.headers) if stored else {}
             headers["Accept"] = f"{key.modality}/*"
             async with self._answer(url, headers) as response:
                 received = response.headers
@@ -217,16 +222,16 @@ class MediaFetcher:
                 location = received.get("Location")
                 if response.status in REDIRECTS and location:
                     # The result is at most as fresh as the redirects to it.
-                    kept = may_keep(cache_headers, key.scope)
-                    fresh = min(fresh, fresh_s(cache_headers) if kept else 0)
+                    may_store = may_keep(cache_headers, key.scope)
+                    fresh = min(fresh, fresh_s(cache_headers) if may_store else 0)
                     url = check_url(self._config, location, base=url)
                     continue
-                if response.status == HTTPStatus.NOT_MODIFIED and ours is not None:
-                    media = ours.media
-                    cache_headers = revalidated_headers(ours.headers, cache_headers)
+                if response.status == HTTPStatus.NOT_MODIFIED and stored is not None:
+                    media = stored.media
+                    cache_headers = revalidated_headers(stored.headers, cache_headers)
                 else:
-                    media = await self._read(response, key.modality, held)
-            fresh_until = asked + min(fresh, fresh_s(cache_headers))
+                    media = await self._read(response, key.modality, memory)
+            fresh_until = sent_s + min(fresh, fresh_s(cache_headers))
             return CachedMedia(media, str(url), cache_headers, fresh_until)
         raise NotAtOrigin(f"the origin redirects more than {MAX_REDIRECTS} times")
 
@@ -248,7 +253,7 @@ class MediaFetcher:
                 yield response
 
     async def _read(
-        self, response: aiohttp.ClientResponse, modality: str, held: HeldBytes
+        self, response: aiohttp.ClientResponse, modality: str, memory: MemoryCount
     ) -> Media:
         """Return the body of a 200.
 
@@ -271,7 +276,7 @@ class MediaFetcher:
             whole = len(rest) // GROUP_BYTES * GROUP_BYTES  # whole groups can be concatenated
             groups = -(-max(size, min(length, 2 * size)) // GROUP_BYTES)
             if (now := groups * GROUP) > counted:
-                held.add(now - counted)
+                memory.add(now - counted)
                 counted = now
             text += base64.b64encode(rest[:whole])
             rest = rest[whole:]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from epd.api.body import MARK_LENGTH, NO_CUTS, Cuts
+from epd.api.body import NO_CUTS, PLACEHOLDER_LENGTH, Cuts
 from epd.api.items import MMItem
 from epd.errors import BadRequest
 from epd.media.image_header import Read, image_size
@@ -158,7 +158,7 @@ def _input_audio(value: Any, cuts: Cuts, param: str) -> Inline:
 
 
 def _base64(text: str, cuts: Cuts, param: str | None = None) -> bytes | memoryview:
-    found = cuts.get(text) if len(text) == MARK_LENGTH else None
+    found = cuts.get(text) if len(text) == PLACEHOLDER_LENGTH else None
     if found is not None:
         return found
     if "," in text:  # a data: URL in place of base64; a cut would cover only a part of it

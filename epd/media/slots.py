@@ -32,12 +32,12 @@ class DownloadSlots:
         Raises:
             Overloaded: no slot was free in time.
         """
-        own = self._of_tenants.setdefault(tenant, asyncio.Semaphore(TENANT_SLOTS))
-        async with AsyncExitStack() as held:
+        tenant_slots = self._of_tenants.setdefault(tenant, asyncio.Semaphore(TENANT_SLOTS))
+        async with AsyncExitStack() as stack:
             try:
                 async with asyncio.timeout(wait_s):
-                    await held.enter_async_context(own)
-                    await held.enter_async_context(self._slots)
+                    await stack.enter_async_context(tenant_slots)
+                    await stack.enter_async_context(self._slots)
             except TimeoutError:
                 raise Overloaded(
                     f"other downloads of media took all slots for {wait_s:.0f} s: send the request "

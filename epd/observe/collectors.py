@@ -8,7 +8,7 @@ from epd.conversations.conversations import RESULTS, Conversations
 from epd.edge.admission import REFUSALS, Admission
 from epd.encoder_cache.client import EncoderCache
 from epd.observe import metric_defs
-from epd.observe.metric_defs import Figure
+from epd.observe.metric_defs import MetricDef
 from epd.routing.fatal import FatalRequests
 from epd.routing.forecast import encode_work_s
 from epd.routing.health import HealthState
@@ -24,8 +24,8 @@ SERVING = frozenset({HealthState.HEALTHY, HealthState.TRIAL})
 
 def admission_metrics(admission: Admission) -> Iterator[Metric]:
     """Yield the requests in flight, the queued requests and the rejections."""
-    yield metric_defs.IN_FLIGHT.metric_family([((), admission.door.inside)])
-    yield metric_defs.QUEUED.metric_family([((), admission.door.waiting)])
+    yield metric_defs.IN_FLIGHT.metric_family([((), admission.queue.running)])
+    yield metric_defs.QUEUED.metric_family([((), admission.queue.queued)])
     yield metric_defs.BODY_BYTES.metric_family([((), admission.body_bytes)])
     yield metric_defs.REFUSED.metric_family(
         [((reason,), admission.refused[reason]) for reason in REFUSALS]
@@ -36,8 +36,8 @@ def instance_metrics(table: InstanceTable) -> Iterator[Metric]:
     """Yield state, loads and prompts of each registered instance, and each stage's backlog."""
     instances = [(instance, table.load(instance)) for instance in table.of_roles(*Role)]
 
-    def family(figure: Figure, value: Callable[[Instance, Load], float | None]) -> Metric:
-        return figure.metric_family(
+    def family(definition: MetricDef, value: Callable[[Instance, Load], float | None]) -> Metric:
+        return definition.metric_family(
             [
                 (_labels(instance), found)
                 for instance, load in instances
@@ -130,8 +130,8 @@ def quarantine_metrics(fatal: FatalRequests) -> Iterator[Metric]:
 
 def conversation_metrics(conversations: Conversations) -> Iterator[Metric]:
     """Yield the results of turns, and the stored conversations except those in Redis."""
-    kept, results = conversations.store.entry_count, conversations.results
-    yield metric_defs.CONVERSATIONS.metric_family([] if kept is None else [((), kept)])
+    count, results = conversations.store.entry_count, conversations.results
+    yield metric_defs.CONVERSATIONS.metric_family([] if count is None else [((), count)])
     yield metric_defs.CONVERSATION_TURNS.metric_family(
         [((result,), results[result]) for result in RESULTS]
     )

@@ -56,7 +56,6 @@ class LineWriter:
         atexit.register(self.flush)
 
     def write(self, line: Rendering, *, at_once: bool = False) -> None:
-        """Render and write a line within `BATCH_S`, or at once."""
         if self._lines.qsize() >= MAX_LINES:
             self.dropped += 1
             return
@@ -104,13 +103,13 @@ class LineWriter:
                 log.warning("log lines dropped: the log stream was not read in time", count=count)
 
     def _write(self, part: bytes) -> None:
-        left = memoryview(part)
-        while left:  # an unbuffered stream may take less
-            written = self._stream.write(left)
+        rest = memoryview(part)
+        while rest:  # an unbuffered stream may take less
+            written = self._stream.write(rest)
             if written is None:  # a nonblocking stream is full
                 select.select((), (self._stream,), ())
             else:
-                left = left[written:]
+                rest = rest[written:]
 
 
 class LineLogger:

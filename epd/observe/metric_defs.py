@@ -18,7 +18,7 @@ Value = str | int | bool
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
+class MetricDef:
     """Definition of a metric family.
 
     Attributes:
@@ -52,9 +52,9 @@ def _text(value: Value) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-_counter = partial(Figure, "counter")
-_gauge = partial(Figure, "gauge")
-_histogram = partial(Figure, "histogram")
+_counter = partial(MetricDef, "counter")
+_gauge = partial(MetricDef, "gauge")
+_histogram = partial(MetricDef, "histogram")
 
 MODEL = "model_name"
 
@@ -316,7 +316,7 @@ BUILD = _gauge(
     "epd_build_info", "Always 1. Label version: version of the proxy.", ("version",), max
 )
 
-FIGURES: Mapping[str, Figure] = MappingProxyType(
-    {value.name: value for value in tuple(globals().values()) if isinstance(value, Figure)}
+METRIC_DEFS: Mapping[str, MetricDef] = MappingProxyType(
+    {value.name: value for value in tuple(globals().values()) if isinstance(value, MetricDef)}
 )
 """Definitions of all metrics by name, in the order of the reference: that of this module."""

@@ -1,31 +1,17 @@
-"""Metrics of one process: counted events, and the lag of the event loop.
-
-Counters and histograms are plain dictionaries of one event loop. Without the locks of
-prometheus_client, counting takes a third of its time and adding to a histogram a quarter. A request
-updates a dozen of them.
-
-The event loop serves all requests: a callback that holds it for 100 ms delays each running stream
-by 100 ms. `watched` measures this lag.
-"""
+"""Metrics of one process: counted events."""
 
 import asyncio
-import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager
 from functools import partial
 
-import structlog
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from epd.aio import Background
 from epd.edge.admission import Admission
 from epd.events import (
     CLIENT_CLOSED,
     GAPS_S,
-    Histogram,
     InstanceChanged,
     Modality,
     RequestRecord,
@@ -33,93 +19,10 @@ from epd.events import (
 )
 from epd.observe import logs, metric_defs
 from epd.observe.collectors import admission_metrics
-from epd.observe.metric_defs import Figure, Value
+from epd.observe.metric_values import CounterValues, HistogramValues
 from epd.observe.worker_metrics import WorkerMetrics
 from epd.shared_page import SharedPage
 from epd.version import __version__
-
-TICK_S = 0.05
-"""Interval of the lag measurement, in seconds. Shorter delays may be missed. Each tick wakes the
-process: with 0.02, that was half of the CPU of an idle proxy, 5 ms a second."""
-
-WINDOW_S = 15.0
-"""Window of the reported maximum, in seconds: about one scrape interval of Prometheus."""
-
-ALARM_S = 0.1
-"""Lag that is logged, once per window, in seconds."""
-
-
-def watched(
-    tell: Callable[[float], None], background: Background, window_s: float = WINDOW_S
-) -> AbstractAsyncContextManager[None]:
-    """Watch the running loop until the context is left.
-
-    `tell` is called with the longest lag of each window, in seconds.
-    """
-    return background.run_task("loop_lag", partial(_watch, tell, window_s))
-
-
-async def _watch(tell: Callable[[float], None], window_s: float) -> None:
-    clock = asyncio.get_running_loop().time
-    while True:
-        began_s = last_s = clock()
-        longest_s = 0.0
-        while last_s - began_s < window_s:
-            await asyncio.sleep(TICK_S)
-            now_s = clock()
-            longest_s, last_s = max(longest_s, now_s - last_s - TICK_S), now_s
-        tell(longest_s)
-        if longest_s > ALARM_S:
-            log = structlog.get_logger("epd")
-            log.warning("the event loop was held up", seconds=round(longest_s, 3))
-
-
-SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
-"""Upper bounds of histogram buckets."""
-
-
-class CounterValues:
-    """Values of a counter by its labels."""
-
-    def __init__(self, figure: Figure) -> None:
-        """Start empty, or at 0 for a counter without labels, which is shown at once."""
-        self.figure = figure
-        self._values: dict[tuple[Value, ...], float] = defaultdict(float)
-        if not figure.labels:
-            self.add((), 0)
-
-    def add(self, labels: tuple[Value, ...], amount: float = 1) -> None:
-        self._values[labels] += amount
-
-    def collect(self) -> Metric:
-        return self.figure.metric_family(self._values.items())
-
-
-class HistogramValues:
-    """Values of a histogram by its labels."""
-
-    def __init__(self, figure: Figure, bounds: Sequence[float] = SECONDS) -> None:
-        """Start empty. A histogram without labels is shown at once."""
-        self.figure = figure
-        self._values = defaultdict[tuple[Value, ...], Histogram](lambda: Histogram(bounds))
-        if not figure.labels:
-            self.histogram_for(())
-
-    def histogram_for(self, labels: tuple[Value, ...]) -> Histogram:
-        return self._values[labels]
-
-    def collect(self) -> Metric:
-        family = Metric(self.figure.name, self.figure.meaning, "histogram")
-        for labels, values in self._values.items():
-            named, below = self.figure.label_values(labels), 0
-            for bound, count in zip((*values.bounds, math.inf), values.counts, strict=True):
-                below += count
-                le = "+Inf" if bound == math.inf else repr(float(bound))
-                family.add_sample(f"{self.figure.name}_bucket", {**named, "le": le}, below)
-            family.add_sample(f"{self.figure.name}_count", named, below)
-            family.add_sample(f"{self.figure.name}_sum", named, values.sum)
-        return family
-
 
 OF_LATE = 0.1
 """Weight of the latest encode in the moving mean of encode times."""
@@ -129,7 +32,7 @@ class MetricsObserver(Collector):
     """Observer that counts events.
 
     Attributes:
-        shown: collector of the page: this one, or with several workers the sums of all.
+        workers: sums over all workers; None with a single one.
     """
 
     def __init__(
@@ -165,7 +68,7 @@ class MetricsObserver(Collector):
         self._sources: list[Callable[[], Iterable[Metric]]] = [
             partial(admission_metrics, admission)
         ]
-        self.shown: Collector = WorkerMetrics(self, pages, index) if pages else self
+        self.workers = WorkerMetrics(self, pages, index) if pages else None
 
     def add_source(self, read: Callable[[], Iterable[Metric]]) -> None:
         """Show the families that `read` returns at each scrape."""
@@ -175,7 +78,7 @@ class MetricsObserver(Collector):
         """Yield the values of all counters and gauges of this process."""
         for value in vars(self).values():
             if isinstance(value, CounterValues | HistogramValues):
-                yield value.collect()
+                yield from value.collect()
         yield metric_defs.RELOADED.metric_family([((), self._reloaded)])
         yield metric_defs.LOOP_LAG.metric_family([((), self._loop_lag_s)])
         yield metric_defs.LOG_LINES_DROPPED.metric_family([((), logs.dropped_lines())])
@@ -220,11 +123,11 @@ class MetricsObserver(Collector):
             self._degraded.add((model, kind))
         if event.policy is not None:
             self._policies.add((model, event.policy))
-        if event.items or event.places or event.media:
+        if event.items or event.placements or event.media:
             self._count_items(model, event)
 
     def _count_items(self, model: str, event: RequestRecord) -> None:
-        for labels, count in event.places.items():
+        for labels, count in event.placements.items():
             self._decisions.add((model, *labels), count)
         for result, count in event.items.items():
             self._items.add((model, result), count)
@@ -242,17 +145,20 @@ class MetricsObserver(Collector):
     def instance_changed(self, event: InstanceChanged) -> None:
         self._instances.add((event.role, event.state))
 
-    def metrics_page(self, accept: str = "") -> tuple[bytes, str]:
-        """Return the page and its media type: OpenMetrics if `accept` asks for it."""
-        encode, content_type = choose_encoder(accept)
-        return encode(self.shown), content_type
+    def collect_all(self) -> Iterable[Metric]:
+        """Return the values of all workers, with the current ones of this process."""
+        if self.workers is None:
+            return self.collect()
+        self.workers.refresh()
+        return self.workers.collect()
 
-    async def page_of_all(self, accept: str = "") -> tuple[bytes, str]:
-        """Return the page and its media type, over all workers.
+    async def page(self, accept: str) -> tuple[bytes, str]:
+        """Return the page of all workers and its media type: OpenMetrics if `accept` asks for it.
 
         With several workers the page is made on a thread, because it takes far longer.
         """
-        if not isinstance(self.shown, WorkerMetrics):
-            return self.metrics_page(accept)
         encode, content_type = choose_encoder(accept)
-        return await asyncio.to_thread(encode, self.shown.write_figures()), content_type
+        if self.workers is None:
+            return encode(self), content_type
+        self.workers.refresh()
+        return await asyncio.to_thread(encode, self.workers), content_type

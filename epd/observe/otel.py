@@ -44,10 +44,10 @@ def protocol() -> str:
         ValueError: the environment names an unsupported protocol.
     """
     for variable in (OTEL_EXPORTER_OTLP_TRACES_PROTOCOL, OTEL_EXPORTER_OTLP_PROTOCOL):
-        if named := os.environ.get(variable):
-            if named not in PROTOCOLS:
-                raise ValueError(f"{variable} must be {' or '.join(PROTOCOLS)}, not {named!r}")
-            return named
+        if name := os.environ.get(variable):
+            if name not in PROTOCOLS:
+                raise ValueError(f"{variable} must be {' or '.join(PROTOCOLS)}, not {name!r}")
+            return name
     return next(iter(PROTOCOLS))
 
 
@@ -77,11 +77,11 @@ async def exporting(endpoint: str) -> AsyncIterator[Tracer | None]:
 
 def _resource() -> Resource:
     resource = Resource.create()
-    ours: dict[str, str] = {SERVICE_VERSION: __version__}
+    attributes: dict[str, str] = {SERVICE_VERSION: __version__}
     # The SDK's own default.
     if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):
-        ours[SERVICE_NAME] = SERVICE
-    return resource.merge(Resource(ours))
+        attributes[SERVICE_NAME] = SERVICE
+    return resource.merge(Resource(attributes))
 
 
 async def _flush(provider: TracerProvider, exporter: SpanExporter) -> None:

@@ -4,118 +4,46 @@ Each worker writes its metrics to a page of shared memory that the others read: 
 they are scraped, less often otherwise, and before it answers a scrape. So every value that a scrape
 returned is on a page, and no counter decreases when a worker dies. A replacement worker continues
 with the counters of that page.
-
-Counters and histograms are summed in a fixed order and rounded once. Otherwise two processes could
-answer sums that differ in the last digit, and Prometheus would take the smaller one for a reset of
-the counter.
 """
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
-from typing import Any
+from collections.abc import Sequence
 
 import orjson
 import structlog
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from epd.observe.metric_defs import FIGURES
+from epd.observe.metric_sums import Dumped, counted, dump, load, merge_pages
 from epd.shared_page import Pace, PageUnreadable, SharedPage, WorkerPages
-
-_Values = dict[tuple[str, frozenset[tuple[str, str]]], list[float]]
-
-
-Dumped = list[tuple[str, str, str, list[tuple[Any, ...]]]]
-"""Families as JSON: name, documentation, type and samples."""
-
-
-def dump(families: Iterable[Metric]) -> Dumped:
-    """Return families as JSON values, which are finite."""
-    return [
-        (found.name, found.documentation, found.type, [sample[:3] for sample in found.samples])
-        for found in families
-    ]
-
-
-def load(dumped: Dumped | None) -> list[Metric]:
-    """Return the families of a page."""
-    return [_family(*fields) for fields in dumped or ()]
-
-
-def counted(families: Iterable[Metric]) -> list[Metric]:
-    """Return the families that stay true after a process has ended: counters and histograms."""
-    return [family for family in families if family.type != "gauge"]
-
-
-def merge_pages(pages: Iterable[Iterable[Metric]]) -> list[Metric]:
-    """Sum several pages. Families and samples keep the order of their first appearance."""
-    families: dict[str, Metric] = {}
-    values: dict[str, _Values] = {}
-    for family in chain.from_iterable(pages):
-        families.setdefault(family.name, family)
-        of_family = values.setdefault(family.name, {})
-        for name, labels, value, *_ in family.samples:
-            of_family.setdefault((name, frozenset(labels.items())), []).append(value)
-    return [_added(family, values[name]) for name, family in families.items()]
-
-
-def _added(family: Metric, values: _Values) -> Metric:
-    combine = FIGURES[family.name].of_workers if family.name in FIGURES else math.fsum
-    samples = [(name, dict(labels), combine(found)) for (name, labels), found in values.items()]
-    return _family(family.name, family.documentation, family.type, samples)
-
-
-def _family(
-    name: str, documentation: str, kind: str, samples: Iterable[tuple[str, dict[str, str], float]]
-) -> Metric:
-    family = Metric(name, documentation, kind)
-    for sample in samples:
-        family.add_sample(*sample)
-    return family
-
 
 PACE = Pace(write_s=1.0, wanted_s=90.0, poll_s=1.0, unread_s=15.0)
 """Seconds: an interval of 1 s is little beside that of scrapes, and 90 s are longer than usual
 ones. A killed worker loses what it had not written."""
 
 
-class ReadCollector(Collector):
-    """Collector of the families that a function returns."""
-
-    def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
-        self._read = read
-
-    def collect(self) -> Iterable[Metric]:
-        return self._read()
-
-
 class WorkerMetrics(Collector):
-    """Collector of one worker's metrics and of the sums over all workers."""
+    """Collector of the sums over all workers."""
 
     def __init__(
-        self, own: Collector, pages: Sequence[SharedPage], index: int, pace: Pace = PACE
+        self, metrics: Collector, pages: Sequence[SharedPage], index: int, pace: Pace = PACE
     ) -> None:
-        """Collect `own` and `pages`: those of all workers, this one's at `index`."""
-        self._own = own
+        """Collect `metrics` and `pages`: those of all workers, this one's at `index`."""
+        self._metrics = metrics
         self._all = pages
         self.pages = WorkerPages(pages, index, self._dumped, "metrics", pace)
         self._earlier = counted(load(self.pages.read(pages[index])))
 
     def _dumped(self) -> Dumped:
-        return dump(merge_pages([self._earlier, self._own.collect()]))
+        return dump(merge_pages([self._earlier, self._metrics.collect()]))
 
-    def collect(self) -> Iterator[Metric]:
-        """Yield the sums over all workers, with this worker's current values."""
-        yield from self.write_figures().collect()
-
-    def write_figures(self) -> ReadCollector:
-        """Write this worker's metrics. Return a collector of all, to be read on any thread."""
+    def refresh(self) -> None:
+        """Write this worker's metrics, and ask the others to write theirs."""
         self.pages.write()
         self.pages.ask()
-        return ReadCollector(
-            lambda: merge_pages([load(self.pages.read(page)) for page in self._all])
-        )
+
+    def collect(self) -> list[Metric]:
+        """Return the sums over all pages. Any thread may call it."""
+        return merge_pages([load(self.pages.read(page)) for page in self._all])
 
 
 def keep_counters(page: SharedPage) -> None:

@@ -5,29 +5,27 @@ Its options are the settings of the same names. If the instances are fixed, the 
 against them.
 """
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from importlib.metadata import entry_points
 from typing import Any
 
-from epd.policies.plan import (
+from epd.policies.builtin import (
     Cost,
-    Course,
     EncodeLocal,
     EncodePD,
     EncodePrefillDecode,
-    Facts,
     PDOnly,
-    Policy,
     PrefillDecode,
     PrefillLocalDecodeRemote,
 )
+from epd.policies.policy import Course, Facts, Policy
 from epd.routing.instances import Role
 
 GROUP = "epd.policies"
 """Entry points of this group are policies: dataclasses with a method `course`."""
 
-OWN: Mapping[str, type[Policy]] = {
+BUILTIN: Mapping[str, type[Policy]] = {
     "encode_prefill_decode": EncodePrefillDecode,
     "encode_pd": EncodePD,
     "encode_local": EncodeLocal,
@@ -67,18 +65,18 @@ def find_policy(name: str) -> Any:
     Raises:
         PolicyInvalid: there is no such policy, or it cannot be loaded.
     """
-    if (own := OWN.get(name)) is not None:
-        return own
+    if name in BUILTIN:
+        return BUILTIN[name]
     match list(entry_points(group=GROUP, name=name)):
         case [entry_point]:
             where = f"{name} ({entry_point.value})"
         case []:
-            others = {found.name for found in entry_points(group=GROUP)} - OWN.keys()
-            known = ", ".join([*OWN, *sorted(others)])
+            others = {found.name for found in entry_points(group=GROUP)} - BUILTIN.keys()
+            known = ", ".join([*BUILTIN, *sorted(others)])
             raise PolicyInvalid(f"there is no policy {name!r}; known: {known}")
         case several:
-            brought = ", ".join(found.value for found in several)
-            problem = f"{name} is provided by more than one distribution: {brought}"
+            providers = ", ".join(found.value for found in several)
+            problem = f"{name} is provided by more than one distribution: {providers}"
             raise PolicyInvalid(f"{problem}; uninstall all but one")
     try:
         policy: Any = entry_point.load()
@@ -93,21 +91,10 @@ class Policies:
     """Policies in force, in order of precedence."""
 
     def __init__(self, policies: Mapping[str, Policy]) -> None:
-        """Set the policies by name."""
         self._policies = policies
-        # Courses by kind of request, if no policy distinguishes requests of one kind.
-        by_kind = all(map(_decides_by_kind, policies.values()))
-        self._courses: dict[Hashable, tuple[str, Course] | None] | None = {} if by_kind else None
 
     def choose_policy(self, facts: Facts) -> tuple[str, Course] | None:
         """Return the first policy that applies to a request, with its course; None without one."""
-        if self._courses is None:
-            return self._decide(facts)
-        if (kind := facts.kind) not in self._courses:
-            self._courses[kind] = self._decide(facts)
-        return self._courses[kind]
-
-    def _decide(self, facts: Facts) -> tuple[str, Course] | None:
         for name, policy in self._policies.items():
             if (course := policy.course(facts)) is not None:
                 return name, course
@@ -138,18 +125,8 @@ class Policies:
                     "for the encoder output of every item (--ec-consumer-zmq-addrs alone selects "
                     "that transfer too)"
                 )
-        if not served and OWN.keys() >= self._policies.keys():  # others may need other facts
+        if not served and BUILTIN.keys() >= self._policies.keys():  # others may need other facts
             raise PolicyInvalid(
                 f"{', '.join(self._policies)}: no request would be served, because there are only "
                 f"instances of these roles: {', '.join(sorted(roles))}"
             )
-
-
-def _decides_by_kind(policy: Policy) -> bool:
-    """Return whether a course depends only on the `kind` of the facts.
-
-    False for a policy of another package, which may read any fact.
-    """
-    if isinstance(policy, PDOnly):
-        return policy.skip_prefill_for_text  # else it counts tokens
-    return type(policy) in OWN.values()

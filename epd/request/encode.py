@@ -191,7 +191,7 @@ class Encoder:
             pending.under_way = pending.output is None and self._is_under_way(job, pending)
         self._placement.place_items(job, items)
         if places := [pending.place for pending in items if pending.place is not None]:
-            record.add_places([place.labels for place in places])
+            record.add_placements([place.labels for place in places])
             if OVERLOADED in places:
                 record.add_degraded("encode-local")
         for pending in items:

@@ -10,7 +10,7 @@ from epd.api.body import dump_json
 from epd.api.chat import TEMPLATE, has_system_message
 from epd.api.items import MMItem
 from epd.encoder_cache.identity import OutputKey
-from epd.policies.plan import Course, ItemPlace
+from epd.policies.policy import Course, ItemPlace
 from epd.request.request import Request
 from epd.routing.table import Reservation
 from epd.transfer.encoded import EncodedItem

@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 import structlog
 
 from ec_store.bounded import BoundedDict
+from epd.conversations.capture import ReplyCapture
 from epd.conversations.conversations import Conversations
+from epd.conversations.entry import Basis, StoredBlocks
 from epd.conversations.prompts import PromptQuestion, prompt_of
-from epd.conversations.turn import AnsweredTurn, Basis, HeldBlocks, ReplyCapture, Turn
+from epd.conversations.turn import AnsweredTurn, Turn
 from epd.errors import ProxyError, UpstreamDied, UpstreamTimeout
 from epd.request.recovery import Attempt
 from epd.request.request import Request
@@ -98,7 +100,7 @@ class Readbacks:
         request, before = attempt.request, turn.before
         if before is None or attempt.resent or not self._transfer.bidirectional:
             return None
-        if (blocks := before.held) is None:
+        if (blocks := before.blocks) is None:
             return None
         if not self._rests.may_read(prefill.url, blocks.engine):
             self._conversations.results["rested"] += 1
@@ -155,7 +157,7 @@ class Readbacks:
 
     async def _params(
         self,
-        blocks: HeldBlocks,
+        blocks: StoredBlocks,
         question: PromptQuestion,
         decode: str,
         prefill: Instance,

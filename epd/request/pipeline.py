@@ -9,7 +9,7 @@ from epd.api.prompts import BYTES_PER_TOKEN, prompt_tokens
 from epd.encoder_cache.keys import Keys
 from epd.errors import NoInstance, ProxyError
 from epd.media.fetch import MediaFetcher
-from epd.policies.plan import Course, Facts
+from epd.policies.policy import Course, Facts
 from epd.request.choices import Choices
 from epd.request.early_choice import ANY_CONSUMER, EarlyChoice, Target
 from epd.request.encode import Encoder

@@ -3,14 +3,14 @@
 It is decided in three steps: for the whole request (`Placement.skips_encode`), for each item that
 is not in the store (`Placement.place_items`), and after the encode of an item has failed
 (`Placement.may_leave`). In the second step the policy decides by the items' sizes, by the load
-and by the speeds of the instances (`epd.policies.plan.ItemRule`).
+and by the speeds of the instances (`epd.policies.policy.ItemRule`).
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from epd.policies.plan import ItemFacts, ItemPlace, ItemRule
+from epd.policies.policy import ItemFacts, ItemPlace, ItemRule
 from epd.request.encode_job import EncodeJob, PendingItem
 from epd.request.item_tokens import TokenCounts
 from epd.routing.forecast import Forecast

@@ -17,7 +17,7 @@ from xxhash import xxh3_64_intdigest
 from epd.api.body import dump_json
 from epd.api.items import MM_KWARGS, Body, Path
 from epd.api.prompts import BYTES_PER_TOKEN
-from epd.kv_events.marks import mark_of, sampled_prefix
+from epd.kv_events.markers import marker_of, sampled_prefix
 from epd.request.item_tokens import TYPICAL_TOKENS, media_tokens
 from epd.request.request import Request
 from epd.routing.prefix import NO_PREFIX, Prefix
@@ -44,12 +44,12 @@ FIELDS = {
     name: 1 + index << 32
     for index, name in enumerate(("tools", "system", "instructions", "messages", "input", "prompt"))
 }
-"""Fields with the prompt, in the order in which they are rendered, each with its mark."""
+"""Fields with the prompt, in the order in which they are rendered, each with its marker."""
 
 MEDIA, LATER, PART = 1 << 16, 1 << 17, 1 << 18
 """Marks of a media item, of the pieces of a text after its first, and of a part beside a message.
 
-By its mark and the depth of its place, the digest of data differs from equal data elsewhere.
+By its marker and the depth of its place, the digest of data differs from equal data elsewhere.
 """
 
 CONTENTS = ("text", "content", "output")
@@ -84,14 +84,14 @@ def request_prefix(request: Request, encoded: Sequence[EncodedItem] = ()) -> Pre
 
 
 def marked_prompt(prompt: Prompt, prefix: Prefix) -> Prompt:
-    """Return the prompt with its mark, by which KV events name it.
+    """Return the prompt with its marker, by which KV events name it.
 
-    The mark takes the place of the client's session, which vLLM only repeats in these events.
+    The marker takes the place of the client's session, which vLLM only repeats in these events.
     """
-    mark = mark_of(prefix)
+    marker = marker_of(prefix)
     if SESSION in prompt.body:
-        prompt = prompt._replace(body={**prompt.body, SESSION: mark})
-    return prompt._replace(mark=mark)
+        prompt = prompt._replace(body={**prompt.body, SESSION: marker})
+    return prompt._replace(mark=marker)
 
 
 class Chain:
@@ -108,9 +108,9 @@ class Chain:
         self._media = media
         self._media_tokens = self._bytes = 0
         self._digest = xxh3_64_intdigest(dump_json([*map(body.get, ROOT)]))
-        for field, mark in FIELDS.items():
+        for field, marker in FIELDS.items():
             if (value := body.get(field)) is not None:
-                self._digest ^= mark
+                self._digest ^= marker
                 self._add(dump_json(value) if field == "tools" else value, (field,), 1)
 
     def _add(self, value: Any, path: Path, depth: int) -> None:

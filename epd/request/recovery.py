@@ -10,7 +10,7 @@ from http import HTTPStatus
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from epd.errors import MediaFetchFailed, ProxyError, Stage, UpstreamTimeout, UpstreamUnreachable
-from epd.policies.plan import Course
+from epd.policies.policy import Course
 from epd.request.request import Request
 from epd.routing.instances import Instance
 from epd.transfer.encoded import EncodedItem, Prompt

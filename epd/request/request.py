@@ -18,7 +18,7 @@ from epd.api.items import Body, MMItem
 from epd.config.sections import ConfigFields
 from epd.conversations.turn import Turn
 from epd.edge.engine_headers import SESSION
-from epd.media.held_bytes import HeldBytes
+from epd.media.memory_count import MemoryCount
 from epd.request.recorder import Recorder
 from epd.routing.doubts import Doubts
 from epd.routing.watched import Watched
@@ -84,7 +84,7 @@ class Request:
     session: str = ""
     turn: Turn | None = None
     cuts: Cuts = field(default_factory=dict)
-    memory: HeldBytes = field(default_factory=HeldBytes)
+    memory: MemoryCount = field(default_factory=MemoryCount)
     record: Recorder = field(default_factory=lambda: Recorder("", "POST", ""))
     watched: Watched = field(default_factory=Watched)
     doubts: Doubts = field(default_factory=Doubts)

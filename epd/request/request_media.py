@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from epd.api.body import MARK_LENGTH, NO_CUTS
+from epd.api.body import NO_CUTS, PLACEHOLDER_LENGTH
 from epd.api.prompts import BYTES_PER_TOKEN
 from epd.encoder_cache.keys import Keys
 from epd.media.fetch import MediaFetcher
@@ -74,7 +74,7 @@ def media_work(request: Request, encoded_items: Sequence[EncodedItem]) -> Work:
     """Return the predicted work of the instance that prefills a request with media."""
     # `text_bytes` includes short media, which are not cut, but no marks of cut ones.
     lengths = [inline_bytes(item, NO_CUTS) for item in request.items]
-    text_bytes = request.text_bytes - sum([size for size in lengths if size != MARK_LENGTH])
+    text_bytes = request.text_bytes - sum([size for size in lengths if size != PLACEHOLDER_LENGTH])
     tokens = [
         known.tokens or media_tokens(known.encoded.metadata) or TYPICAL_TOKENS[known.item.modality]
         for known in encoded_items

@@ -33,7 +33,7 @@ from epd.routing.instances import CONSUMERS, Instance
 from epd.transfer import Params
 from epd.transfer.encoded import OutputFacts, Prompt, read_encoded
 from epd.transfer.kv import Handover, KVTransfer, Prefilled
-from epd.upstream import Answer, Reply, Upstream, too_large
+from epd.upstream import Reply, Upstream, WholeReply, too_large
 
 if TYPE_CHECKING:
     from epd.spans import Span
@@ -188,7 +188,7 @@ class Stages:
             return reply
         with reply:
             content = await reply.read(idle_s=config.idle_timeout_s)
-        answer = Answer(reply.status, reply.headers, content)
+        answer = WholeReply(reply.status, reply.headers, content)
         raise _error_of(answer, "decode", request, fetches=prompt.fetches)
 
     async def prompt_tokens(
@@ -330,14 +330,14 @@ async def _check_beginning(reply: Reply, grammar: Grammar) -> None:
         raise UpstreamRejected(status, error, stage="decode", headers=reply.headers)
 
 
-def _accepted(answer: Answer, stage: Stage, request: Request, *, fetches: bool) -> bytes:
+def _accepted(answer: WholeReply, stage: Stage, request: Request, *, fetches: bool) -> bytes:
     """Return the body of a 2xx answer; raise an error for any other."""
     if answer.ok:
         return answer.body
     raise _error_of(answer, stage, request, fetches=fetches)
 
 
-def _error_of(answer: Answer, stage: Stage, request: Request, *, fetches: bool) -> ProxyError:
+def _error_of(answer: WholeReply, stage: Stage, request: Request, *, fetches: bool) -> ProxyError:
     """Return the error of an answer that is not 2xx.
 
     The client receives status and message of any error of decode, and of a 4xx of other stages.

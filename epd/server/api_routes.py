@@ -22,7 +22,8 @@ from epd.server.admin import ADMIN
 from epd.server.app_keys import VISIT, Visit
 from epd.server.intake import make_request, read_json, read_request
 from epd.server.key_judge import check_key
-from epd.server.responses import JsonResponse, WholeResponse, as_json, own_headers
+from epd.server.responses import JsonResponse, as_json, response_headers
+from epd.server.whole_response import WholeResponse
 from epd.upstream import Reply
 
 PIPELINE = web.AppKey("pipeline", Pipeline)
@@ -146,7 +147,7 @@ async def _begin_response(
 
 
 def _answer_headers(reply: Reply, visit: Visit) -> dict[str, str]:
-    headers, content_type = own_headers(visit.record), reply.headers.get("Content-Type", "")
+    headers, content_type = response_headers(visit.record), reply.headers.get("Content-Type", "")
     headers["Content-Type"] = content_type if content_type.isprintable() else ""
     return headers | engine_headers.passed_back(reply.headers)
 
@@ -190,7 +191,7 @@ async def _of_decode(request: web.Request, path: str) -> web.Response:
     visit = request[VISIT]
     answer = await request.app[ADMIN].of_decode(path, visit.headers)
     return web.Response(
-        body=answer.body, content_type="application/json", headers=own_headers(visit.record)
+        body=answer.body, content_type="application/json", headers=response_headers(visit.record)
     )
 
 

@@ -39,10 +39,11 @@ from epd.observe.collectors import (
     quarantine_metrics,
     store_metrics,
 )
-from epd.observe.logs import LogObserver, hide_locals
-from epd.observe.metrics import MetricsObserver, watched
+from epd.observe.logs import hide_locals
+from epd.observe.loop_lag import watched
+from epd.observe.metrics import MetricsObserver
+from epd.observe.request_log import LogObserver
 from epd.observe.tracing import tracing
-from epd.observe.worker_metrics import WorkerMetrics
 from epd.policies.registry import Policies
 from epd.request.choices import Choices
 from epd.request.early_choice import EarlyChoice
@@ -82,13 +83,15 @@ from epd.server.app_keys import (
     UNKNOWN,
     VISIT,
 )
+from epd.server.cors import allow_origins
+from epd.server.health import HEALTH, HealthCheck
 from epd.server.instance_routes import KV_TRANSFER, REGISTRATIONS, REGISTRY
 from epd.server.key_judge import JUDGE, KeyJudge
-from epd.server.middlewares import allow_origins, answer_unknown, direct, observe
+from epd.server.middlewares import answer_unknown, direct, observe
 from epd.server.openapi import openapi_json
 from epd.server.operator_routes import METRICS
 from epd.server.page_routes import BOARD
-from epd.server.responses import own_headers
+from epd.server.responses import response_headers
 from epd.transfer.ec import ECTransfer
 from epd.transfer.kv import KVTransfer
 from epd.transfer.registry import load_ec_transfer, load_kv_transfer
@@ -145,8 +148,8 @@ def create_app(
     app[RECENT] = Recent()
     app[DRAIN] = Drain()
     app[DIRECT] = direct(app, api_routes.answer_request)
-    own: tuple[Observer, ...] = (app[METRICS], app[RECENT])
-    app[OBSERVERS] = (*own, *((LogObserver(config),) if observers is None else observers))
+    observing: tuple[Observer, ...] = (app[METRICS], app[RECENT])
+    app[OBSERVERS] = (*observing, *((LogObserver(config),) if observers is None else observers))
     app.cleanup_ctx.append(partial(build_components, files=files, slot=slot))
     return app
 
@@ -160,10 +163,10 @@ async def build_components(
         tracing(config) as tracer,  # closed last: it exports the spans of the other closes
         watched(metrics.loop_lag, background),
         Upstream.connect(files.upstream_tls) as upstream,
-        MediaFetcher.open(config) if config.media_fetch == "proxy" else nullcontext() as media,
+        MediaFetcher.open(config) if config.fetches_media else nullcontext() as media,
         _store(config, background) as cache,
-        Conversations.from_config(config) as conversations,
-        _fleet(app, upstream, conversations, slot) as fleet,
+        Conversations.open(config) as conversations,
+        _instances(app, upstream, conversations, slot) as fleet,
         _pipeline(app, upstream, media, cache, conversations, fleet) as pipeline,
     ):
         if tracer is not None:
@@ -172,6 +175,7 @@ async def build_components(
         app[WARMUP] = Warmup(pipeline.encode, cache)
         app[CONVERSATIONS] = conversations
         app[ADMIN] = Admin(fleet.table, upstream, config)
+        app[HEALTH] = HealthCheck(fleet.table, app[ADMIN], config)
         app[JUDGE] = KeyJudge(partial(app[ADMIN].of_decode, "/v1/models"))
         # Of the URL of a store, only the scheme: the rest may hold a password.
         store = None if config.ec_store is None else urlsplit(config.ec_store).scheme
@@ -191,7 +195,7 @@ def _store(
     return EncoderCache(partial(open_proxy_store, config.ec_store), config, background)
 
 
-class _Fleet(NamedTuple):
+class _Instances(NamedTuple):
     """The instances of the proxy, and how they transfer KV blocks."""
 
     table: InstanceTable
@@ -201,12 +205,12 @@ class _Fleet(NamedTuple):
 
 
 @asynccontextmanager
-async def _fleet(
+async def _instances(
     app: web.Application,
     upstream: Upstream,
     conversations: Conversations,
     slot: WorkerSlot | None,
-) -> AsyncIterator[_Fleet]:
+) -> AsyncIterator[_Instances]:
     """Keep the instances up to date: members, health, load and prefix caches."""
     config, background = app[CONFIG], app[BACKGROUND]
     changed = partial(_changed, app[OBSERVERS], conversations)
@@ -216,7 +220,7 @@ async def _fleet(
     )
     transfer = load_kv_transfer(config.kv_transfer)
     registry = Registry(table, config.instances, fits=transfer.accepts_instance, on_change=changed)
-    fleet = _Fleet(table, Namespaces(table), transfer, make_checked_policies(config))
+    fleet = _Instances(table, Namespaces(table), transfer, make_checked_policies(config))
     sources = None if slot is None else slot.shared.sources
     async with (
         membership(config, registry, upstream, background, sources) as registrations,
@@ -238,7 +242,7 @@ async def _pipeline(  # noqa: PLR0913, PLR0917 - its collaborators
     media: MediaFetcher | None,
     cache: EncoderCache | None,
     conversations: Conversations,
-    fleet: _Fleet,
+    fleet: _Instances,
 ) -> AsyncIterator[Pipeline]:
     config, (table, namespaces, transfer, policies) = app[CONFIG], fleet
     ec_transfer = load_ec_transfer(config.ec_transfer)
@@ -289,11 +293,11 @@ async def _written_pages(
     metrics: MetricsObserver, board: Board, background: Background
 ) -> AsyncIterator[None]:
     """Write what the other workers read of this one, if there are others."""
-    if not isinstance(metrics.shown, WorkerMetrics) or board.pages is None:
+    if metrics.workers is None or board.pages is None:
         yield
         return
     async with (
-        background.run_task("metrics_page", metrics.shown.pages.keep_writing),
+        background.run_task("metrics_page", metrics.workers.pages.keep_writing),
         background.run_task("ui_page", board.pages.keep_writing),
     ):
         yield
@@ -359,7 +363,7 @@ async def openapi(request: web.Request) -> web.Response:
     # It takes 0.1 s to make.
     body = await asyncio.to_thread(openapi_document, visit.config.root_path)
     return web.Response(
-        body=body, content_type="application/json", headers=own_headers(visit.record)
+        body=body, content_type="application/json", headers=response_headers(visit.record)
     )
 
 

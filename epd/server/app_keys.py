@@ -35,7 +35,7 @@ class Visit:
         clients_key: whether the instances receive the client's own key, and not the proxy's.
         record: record of its progress.
         tenant: owner of the request; set once its key is checked.
-        admitted: place and bytes of the request in this process; set at its admission.
+        admitted: slot and bytes of the request in this process; set at its admission.
         stream: response, if it is a stream.
         answered: status; set once the client has the whole response, so that a later disconnect
             is no error.

@@ -9,7 +9,7 @@ from typing_extensions import TypedDict
 
 from epd.config import ProxyConfig
 from epd.discovery.entries import TransferMismatch, registration
-from epd.discovery.membership import Clash, Registrations
+from epd.discovery.registrations import Clash, Registrations
 from epd.discovery.stores import StoreFailed
 from epd.errors import BadRequest, Overloaded, RequestRefused
 from epd.routing.health import HealthState

@@ -1,4 +1,4 @@
-"""Intake of a request: the check of its key, its wait for a place, and the reading of its body."""
+"""Intake of a request: the check of its key, its wait for a slot, and the reading of its body."""
 
 import asyncio
 import math
@@ -27,8 +27,9 @@ from epd.edge.access import (
     client_key,
     is_loopback,
 )
-from epd.edge.admission import Admission, AdmittedRequest, Ticket
+from epd.edge.admission import Admission, AdmittedRequest
 from epd.edge.drain import DRAIN, Bounded
+from epd.edge.fair_queue import Ticket
 from epd.encoder_cache.identity import conversation_key, with_salt
 from epd.errors import RequestRefused, Unauthorized
 from epd.request.recorder import Recorder
@@ -64,9 +65,9 @@ TIMEOUT = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
 
 
 async def serve_request(request: web.Request, handler: Handler, visit: Visit) -> web.StreamResponse:
-    """Authenticate a request, wait for a place if it needs one, and answer it before its deadline.
+    """Authenticate a request, wait for a slot if it needs one, and answer it before its deadline.
 
-    Only `POST` requests to the API need a place: health and metrics must answer under overload.
+    Only `POST` requests to the API need a slot: health and metrics must answer under overload.
     """
     app, config = visit.app, visit.config
     costly = visit.api and request.method == "POST"
@@ -79,11 +80,10 @@ async def serve_request(request: web.Request, handler: Handler, visit: Visit) ->
             if visit.api:
                 admission.keep_pace(visit.tenant)
             if costly:
-                size, limit = request.content_length or 0, config.worker_max_body_bytes
-                if size > limit:
-                    raise _too_large(limit)
+                size = request.content_length or 0
+                admitted.check_size(size)
                 ticket = admitted.enter_queue()
-                if ticket.where == "queue":
+                if ticket.state == "queued":
                     await _queued(request, admission, ticket, visit.record)
                 if size:
                     admitted.check_room(size)
@@ -92,9 +92,9 @@ async def serve_request(request: web.Request, handler: Handler, visit: Visit) ->
 
 def _limit_s(request: web.Request, config: ConfigFields) -> float:
     """Return how long the whole request may take, in seconds, its wait in the queue included."""
-    asked = request.headers.get("x-request-timeout")
-    if asked is not None and TIMEOUT.fullmatch(asked):
-        return min(config.request_timeout_s, float(asked))
+    seconds = request.headers.get("x-request-timeout")
+    if seconds is not None and TIMEOUT.fullmatch(seconds):
+        return min(config.request_timeout_s, float(seconds))
     return config.request_timeout_s
 
 
@@ -116,10 +116,10 @@ def _authenticate(request: web.Request, visit: Visit) -> None:
 def _key_error(header: str, headers: Mapping[str, str]) -> str:
     """Return the error message for an invalid or missing key, which this header must carry."""
     form = "Bearer <key>" if header == "Authorization" else "<key>"
-    wanted = f"a valid API key is required: {header}: {form}"
+    message = f"a valid API key is required: {header}: {form}"
     if header == "Authorization" and OTHER_HEADER in headers:
-        return f"{wanted} ({OTHER_HEADER} is not accepted on this route)"
-    return wanted
+        return f"{message} ({OTHER_HEADER} is not accepted on this route)"
+    return message
 
 
 def _check_admin(request: web.Request) -> None:
@@ -159,7 +159,7 @@ async def _queued(
     watcher = asyncio.create_task(_watch(request))
     try:
         with record.time_stage("queue", "proxy"):
-            await admission.wait_place(ticket)
+            await admission.wait_slot(ticket)
     finally:
         watcher.cancel()
     record.wait_for("proxy")
@@ -190,7 +190,6 @@ async def read_request(request: web.Request, visit: Visit) -> Request:
     raw = await read(request)
     content_type = request.headers.get("Content-Type", "")
     body, cuts, text_bytes = endpoint.read(raw, content_type, config.max_text_bytes)
-    body = endpoint.at_interval(body, config.stream_interval)
     visit.record.begin_request(body.get("model"), endpoint.operation)
     if endpoint.salted and tenant is not ANONYMOUS:  # without keys, all clients share
         body = with_salt(body, config.scope_of(tenant))
@@ -262,16 +261,15 @@ async def read(request: web.Request) -> bytes | bytearray:
             415, "the body must have no Content-Encoding", slug="unsupported_encoding"
         )
     visit = request[VISIT]
-    limit = visit.config.worker_max_body_bytes
+    admitted = visit.admitted
     if request.content.is_eof():  # the body arrived with the head
         body = request.content.read_nowait()
-        _count(len(body), limit, visit.admitted)
+        admitted.receive(len(body))
         return body
-    if (request.content_length or 0) > limit:
-        raise _too_large(limit)
+    admitted.check_size(request.content_length or 0)
     await _ask_for(request)
     try:
-        return await _collect(request, visit.config, visit.admitted)
+        return await _collect(request, visit.config.body_timeout_s, admitted)
     except TimeoutError:
         raise RequestRefused(408, "the body did not arrive in time", slug="body_timeout") from None
 
@@ -287,11 +285,9 @@ async def read_json(request: web.Request) -> bytes | bytearray:
     return await read(request)
 
 
-async def _collect(
-    request: web.Request, config: ConfigFields, admitted: AdmittedRequest
-) -> bytearray:
-    started, limit = asyncio.get_running_loop().time(), config.worker_max_body_bytes
-    latest = started + config.body_timeout_s
+async def _collect(request: web.Request, timeout_s: float, admitted: AdmittedRequest) -> bytearray:
+    started = asyncio.get_running_loop().time()
+    latest = started + timeout_s
     content, length = request.content, request.content_length
     # Joining what has arrived costs a copy. Without a length, parts may be of one byte each.
     sized = length is not None
@@ -302,20 +298,10 @@ async def _collect(
             # Twice the received bytes: a body is refused before its second half arrives, and a
             # client that sends nothing reserves nothing.
             size = len(parts) if length is None else min(length, 2 * len(parts))
-            _count(size, limit, admitted)
+            admitted.receive(size)
             rate_s = len(parts) / MIN_RATE_BYTES
             deadline.reschedule(min(latest, started + GRACE_S + rate_s))
     return parts
-
-
-def _count(size: int, limit: int, admitted: AdmittedRequest) -> None:
-    if size > limit:
-        raise _too_large(limit)
-    admitted.grow(size)
-
-
-def _too_large(limit: int) -> RequestRefused:
-    return RequestRefused(413, f"the body is larger than {limit} bytes", slug="body_too_large")
 
 
 async def _ask_for(request: web.Request) -> None:

@@ -1,8 +1,8 @@
-"""Middleware of every request: its id, its record for the observers, errors, and CORS."""
+"""Middleware of every request: its id, its record for the observers, and errors."""
 
 import re
 import time
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,6 @@ from epd.api.endpoint import Endpoint
 from epd.api.endpoints import ENDPOINTS, is_api
 from epd.config import ProxyConfig
 from epd.edge.access import Access, Headers, client_key, single_value
-from epd.edge.cross_origin import ALLOWED, preflight_headers, response_headers
 from epd.edge.drain import DRAIN
 from epd.edge.protocol import ServerConnection
 from epd.errors import (
@@ -40,15 +39,9 @@ from epd.server.app_keys import (
     VISIT,
     Visit,
 )
+from epd.server.error_responses import UnknownRoute, end_broken_response, error_response, reason_of
 from epd.server.intake import serve_request
 from epd.server.key_judge import check_key
-from epd.server.responses import (
-    UnknownRoute,
-    end_broken_response,
-    error_response,
-    own_headers,
-    reason_of,
-)
 
 if TYPE_CHECKING:
     from epd.spans import RequestSpan
@@ -71,8 +64,8 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 def direct(app: web.Application, handler: Handler) -> dict[str, Handler]:
     """Return the handlers of `POST` requests to the API's endpoints, by path (`DIRECT`)."""
-    ours = partial(respond, handler=handler, app=app, access=Access.TENANT)
-    return {path: partial(ours, route=path) for path in ENDPOINTS}
+    respond_to = partial(respond, handler=handler, app=app, access=Access.TENANT)
+    return {path: partial(respond_to, route=path) for path in ENDPOINTS}
 
 
 async def respond(
@@ -150,11 +143,11 @@ def _new_visit(request: web.Request, app: web.Application, access: Access, route
     tracer = app.get(TRACER)
     span = None
     if tracer is not None and is_api(route):
-        span = tracer(request.method, route, _kept(headers, TRACE_HEADERS))
-    given = single_value(headers, "x-request-id")
-    client_id = given if given and REQUEST_ID.fullmatch(given) else None
+        span = tracer(request.method, route, _selected(headers, TRACE_HEADERS))
+    header = single_value(headers, "x-request-id")
+    client_id = header if header and REQUEST_ID.fullmatch(header) else None
     engine_id = request_id(client_id)
-    own_keys = keyed or (config.admin_api_key is not None and access in ADMINISTRATIVE)
+    key_for_proxy = keyed or (config.admin_api_key is not None and access in ADMINISTRATIVE)
     presented = "Authorization" in headers or endpoint.key_header in headers
     record = Recorder(
         client_id or engine_id,
@@ -175,7 +168,7 @@ def _new_visit(request: web.Request, app: web.Application, access: Access, route
         access is Access.TENANT and route != UNKNOWN,
         engine_id,
         endpoint,
-        _forwarded(headers, config, span, endpoint.key_header, own_keys=own_keys),
+        _forwarded(headers, config, span, endpoint.key_header, key_for_proxy=key_for_proxy),
         # True if the instances get the client's own key, or no key.
         not keyed and (presented or config.openai_api_key is None),
         record,
@@ -194,22 +187,23 @@ def _forwarded(
     span: "RequestSpan | None",
     key_header: str,
     *,
-    own_keys: bool,
+    key_for_proxy: bool,
 ) -> dict[str, str]:
     # A key for this proxy is not forwarded to the instances.
-    names = () if own_keys else ("Authorization",)
+    names = () if key_for_proxy else ("Authorization",)
     if span is None:
-        kept = _kept(headers, (*names, *TRACE_HEADERS))
+        forwarded = _selected(headers, (*names, *TRACE_HEADERS))
     else:
-        kept = {**_kept(headers, names), **span.headers}
-    if not own_keys and "Authorization" not in headers and key_header in headers:
-        kept["Authorization"] = f"Bearer {client_key(headers, key_header)}"  # vLLM reads no other
+        forwarded = {**_selected(headers, names), **span.headers}
+    if not key_for_proxy and "Authorization" not in headers and key_header in headers:
+        # vLLM reads no other header.
+        forwarded["Authorization"] = f"Bearer {client_key(headers, key_header)}"
     if config.openai_api_key is not None:
-        kept.setdefault("Authorization", f"Bearer {config.openai_api_key.get_secret_value()}")
-    return kept
+        forwarded.setdefault("Authorization", f"Bearer {config.openai_api_key.get_secret_value()}")
+    return forwarded
 
 
-def _kept(headers: Headers, names: Sequence[str]) -> dict[str, str]:
+def _selected(headers: Headers, names: Sequence[str]) -> dict[str, str]:
     # W3C trace context allows several tracestate headers: they form one list.
     return {name: ",".join(headers.getall(name)) for name in names if name in headers}
 
@@ -218,70 +212,6 @@ def _route(request: web.Request) -> str:
     """Return the route's declared path: the path of the request has unbounded values."""
     resource = request.match_info.route.resource
     return UNKNOWN if resource is None or resource.name == UNKNOWN else resource.canonical
-
-
-CLIENTS = frozenset({Access.OPEN, Access.TENANT})
-"""Classes of access of the routes that web pages of other origins may use."""
-
-OWN_PAGE = "/ui"
-"""Prefix of the paths of the proxy's own page. `/ui/{file}` also matches `/ui/state`, which is a
-route of the operator."""
-
-Route = tuple[Access, web.RouteDef]
-
-
-def allow_origins(
-    app: web.Application,
-    config: ProxyConfig,
-    routes: Collection[Route],
-    options: Callable[[str, Handler], web.RouteDef],
-) -> list[Route]:
-    """Let web pages of the configured origins use the clients' routes; return preflight routes.
-
-    A path with at least one route for operators is excluded with all its routes. `options` declares
-    a route for the method OPTIONS.
-    """
-    if not config.allowed_origins:
-        return []
-    operators = {route.path for access, route in routes if access not in CLIENTS}
-    shared = [
-        route
-        for _, route in routes
-        if route.path not in operators and not route.path.startswith(OWN_PAGE)
-    ]
-    app.on_response_prepare.append(
-        partial(_mark, config.allowed_origins, {route.handler for route in shared})
-    )
-    # One handler for all: a route's class of access is looked up by its handler.
-    handler = partial(_preflight, config.allowed_origins)
-    return [
-        (Access.OPEN, options(path, handler))
-        for path in dict.fromkeys(route.path for route in shared)
-    ]
-
-
-async def _mark(
-    origins: Container[str],
-    handlers: Container[object],
-    request: web.Request,
-    response: web.StreamResponse,
-) -> None:
-    """Add the CORS headers that tell the browser whether the page may read the response."""
-    if request.match_info.handler in handlers:
-        response.headers.update(response_headers(origins, request.headers.get("Origin")))
-
-
-async def _preflight(origins: Container[str], request: web.Request) -> web.Response:
-    """Answer a preflight (`OPTIONS`). A browser sends no key with it."""
-    headers = preflight_headers(origins, request.headers)
-    if headers is None:
-        return await answer_unknown(request)
-    if ALLOWED in headers:
-        return web.Response(text="OK", headers=own_headers(request[VISIT].record) | headers)
-    error = RequestRefused(400, "Disallowed CORS origin", slug="cors_refused")
-    answer = error_response(request, error, request[VISIT])
-    answer.headers.update(headers)
-    return answer
 
 
 async def answer_unknown(request: web.Request) -> web.Response:
@@ -295,8 +225,8 @@ async def answer_unknown(request: web.Request) -> web.Response:
     """
     methods = set[str]()
     for route in request.app.router.resources():
-        if route.name != UNKNOWN and (own := (await route.resolve(request))[1]):
-            methods |= own
+        if route.name != UNKNOWN and (allowed := (await route.resolve(request))[1]):
+            methods |= allowed
             request[VISIT].record.set_path(route.canonical)
     if not methods:
         raise UnknownRoute(request.rel_url.raw_path)

@@ -50,9 +50,9 @@ def openapi_json(routes: Routes, prefix: str | None) -> bytes:
     components["schemas"] |= schemas
     paths: Json = {}
     for access, route in routes:
-        stated = operations.get(f"{route.method} {route.path}", {})
+        written = operations.get(f"{route.method} {route.path}", {})
         body = bodies.get(route.handler, {"type": "object"})
-        made = _operation(access, route, body, stated)
+        made = _operation(access, route, body, written)
         paths.setdefault(route.path, {})[route.method.lower()] = made
     return orjson.dumps(
         {
@@ -78,7 +78,7 @@ def _schemas(routes: Routes) -> tuple[Mapping[object, Json], Json]:
     return {handler: schema for (handler, _), schema in found.items()}, components["$defs"]
 
 
-def _operation(access: Access, route: web.RouteDef, body: Json, stated: Json) -> Json:
+def _operation(access: Access, route: web.RouteDef, body: Json, written: Json) -> Json:
     """Return the description of a route, with what openapi.yaml states about it."""
     endpoint = ENDPOINTS.get(route.path)
     documentation = inspect.getdoc(route.handler if endpoint is None else type(endpoint)) or ""
@@ -87,15 +87,15 @@ def _operation(access: Access, route: web.RouteDef, body: Json, stated: Json) ->
         "tags": [access.value],
         "summary": documentation.partition("\n")[0].removesuffix("."),
         "security": SECURITY[access],
-        **stated,
+        **written,
     }
     content = {"application/json": {"schema": body}}
     answer = {"description": "Response of the proxy", "content": content}
-    made["responses"] = dict(stated.get("responses", {"200": answer}))
+    made["responses"] = dict(written.get("responses", {"200": answer}))
     made["parameters"] = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
         for name in PARAMETER.findall(route.path)
-    ] + stated.get("parameters", [])
+    ] + written.get("parameters", [])
     if endpoint is not None:
         form = isinstance(endpoint, Transcriptions)
         made["requestBody"] = {"$ref": f"#/components/requestBodies/{'Form' if form else 'Json'}"}

@@ -10,11 +10,12 @@ from epd.edge.drain import DRAIN
 from epd.errors import NoInstance, Overloaded
 from epd.observe.metrics import MetricsObserver
 from epd.routing.instances import ANSWERING
-from epd.server.admin import ADMIN, HealthPage, ProfilePage
+from epd.server.admin import ADMIN, ProfilePage
 from epd.server.app_keys import TABLE, VISIT
+from epd.server.health import HEALTH, HealthPage
 from epd.server.intake import read
 from epd.server.key_judge import check_key
-from epd.server.responses import JsonResponse, as_json, own_headers
+from epd.server.responses import JsonResponse, as_json, response_headers
 from epd.version import __version__
 
 METRICS = web.AppKey("metrics", MetricsObserver)
@@ -22,7 +23,7 @@ METRICS = web.AppKey("metrics", MetricsObserver)
 
 async def health(request: web.Request) -> JsonResponse[HealthPage]:
     """Check the health of every instance."""
-    status, body = await request.app[ADMIN].health()
+    status, body = await request.app[HEALTH].page()
     return as_json(body, request[VISIT].record, status)
 
 
@@ -61,8 +62,8 @@ async def ready(request: web.Request) -> JsonResponse[Readiness]:
 async def metrics(request: web.Request) -> web.Response:
     """Return the metrics of all workers for Prometheus."""
     accept = request.headers.get("Accept", "")
-    page, content_type = await request.app[METRICS].page_of_all(accept)
-    headers = own_headers(request[VISIT].record) | {"Content-Type": content_type}
+    page, content_type = await request.app[METRICS].page(accept)
+    headers = response_headers(request[VISIT].record) | {"Content-Type": content_type}
     return web.Response(body=page, headers=headers)
 
 

@@ -7,7 +7,7 @@ from aiohttp import web
 
 from epd.errors import RequestRefused
 from epd.server.app_keys import VISIT
-from epd.server.responses import JsonResponse, own_headers
+from epd.server.responses import JsonResponse, response_headers
 from epd.ui.dashboard import Board
 from epd.ui.state import UiState
 
@@ -45,7 +45,7 @@ async def page(request: web.Request) -> web.Response:
 async def root(request: web.Request) -> web.Response:
     """Redirect to the operator's page."""
     visit = request[VISIT]
-    headers = {"Location": f"{visit.config.root_path or ''}/ui", **own_headers(visit.record)}
+    headers = {"Location": f"{visit.config.root_path or ''}/ui", **response_headers(visit.record)}
     return web.Response(status=302, headers=headers)
 
 
@@ -61,7 +61,7 @@ def _file(name: str, request: web.Request) -> web.Response:
         body=ASSETS[name],
         content_type=TYPES[name.rpartition(".")[2]],
         charset="utf-8",
-        headers=HEADERS | own_headers(request[VISIT].record),
+        headers=HEADERS | response_headers(request[VISIT].record),
     )
 
 
@@ -73,5 +73,5 @@ async def page_state(request: web.Request) -> JsonResponse[UiState]:
     return JsonResponse(
         body=await request.app[BOARD].document(),
         content_type="application/json",
-        headers={"Cache-Control": "no-store"} | own_headers(request[VISIT].record),
+        headers={"Cache-Control": "no-store"} | response_headers(request[VISIT].record),
     )

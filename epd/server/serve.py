@@ -6,7 +6,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import structlog
 import uvloop
@@ -28,7 +28,6 @@ from epd.edge.listening import (
 from epd.edge.protocol import Runner
 from epd.http.tls import TlsInvalid
 from epd.observe import logs
-from epd.observe.worker_metrics import WorkerMetrics
 from epd.parser import Commands, Parser
 from epd.server.app import create_app
 from epd.server.app_keys import BACKGROUND, OBSERVERS
@@ -125,7 +124,8 @@ async def serve_as_worker(slot: WorkerSlot, config: ProxyConfig, files: Files, p
         structlog.get_logger("epd").info("serving", pid=os.getpid())
         await orders.close.wait()
     # The last requests and releases have ended just now.
-    cast("WorkerMetrics", runner.app[METRICS].shown).pages.write()
+    if (workers := runner.app[METRICS].workers) is not None:
+        workers.pages.write()
 
 
 async def _listen(runner: Runner, files: Files, sockets: Sockets) -> None:

@@ -195,7 +195,7 @@ def _notices(notices: Sequence[Notice], room: int) -> Iterable[Text]:
     if room and notices:
         yield Text("Errors and changes", "dim")
     for notice in notices[: max(0, room - 1)]:
-        message, color = notice["said"], OUTCOMES[notice["outcome"]]
+        message, color = notice["message"], OUTCOMES[notice["outcome"]]
         if notice["kind"] == "instance":
             _, color, message = STATES.get(message, ("", "", message))
         about = f"{notice['more']} {notice['cause'] or ''}".rstrip()

@@ -66,7 +66,7 @@ class Board:
 
     def _document(self) -> bytes:
         snapshots = [self._known(), *(self.pages.others() if self.pages is not None else ())]
-        totals = metric_totals(self._metrics.shown.collect())
+        totals = metric_totals(self._metrics.collect_all())
         now = Moment(time.monotonic(), time.time())
         return orjson.dumps(state(snapshots, totals, self._store, now))
 

@@ -103,7 +103,7 @@ class Notice(TypedDict):
     kind: Literal["request", "instance"]
     at_s: float
     what: str
-    said: str
+    message: str
     more: str
     cause: str
     outcome: Outcome
@@ -276,7 +276,7 @@ def _notice(at_s: float, event: RequestRecord | InstanceChanged) -> Notice:
             kind="instance",
             at_s=at_s,
             what=event.instance,
-            said=event.state,
+            message=event.state,
             more=event.role,
             cause=event.cause,
             outcome="ok",
@@ -285,7 +285,7 @@ def _notice(at_s: float, event: RequestRecord | InstanceChanged) -> Notice:
         kind="request",
         at_s=at_s,
         what=event.request_id,
-        said=event.error or "",
+        message=event.error or "",
         more=f"{event.status} {event.reason or ''}".rstrip()[:SHOWN_TEXT],
         cause="",
         outcome=outcome_of(event),

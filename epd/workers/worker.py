@@ -85,7 +85,6 @@ class WorkerSlot:
 
     @property
     def index(self) -> int:
-        """Index of the worker in what all workers share."""
         return self.number - 1
 
     @property
@@ -217,7 +216,7 @@ async def _beating(slot: WorkerSlot, main: Coroutine[Any, Any, None]) -> None:
     beating.cancel()
 
 
-def _leave_first_process(kept: set[int]) -> None:
+def _leave_first_process(descriptors: set[int]) -> None:
     """Give up what a new fork has of the first process, except descriptors that are kept."""
     # A terminal sends SIGINT to a whole group; only the first process acts on it.
     os.setpgid(0, 0)
@@ -231,6 +230,6 @@ def _leave_first_process(kept: set[int]) -> None:
     gc.freeze()  # inherited objects stay: their end would close descriptors that the worker reuses
     # Close all others: a worker must not keep open what belongs to another one.
     for descriptor in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208 - names, not paths
-        if descriptor > MAX_STANDARD and descriptor not in kept:
+        if descriptor > MAX_STANDARD and descriptor not in descriptors:
             with suppress(OSError):  # `listdir` has closed its own descriptor
                 os.close(descriptor)

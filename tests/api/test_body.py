@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from epd.api import body
 from epd.api.body import (
-    MARK_LENGTH,
     NO_CUTS,
+    PLACEHOLDER_LENGTH,
     WINDOW,
     cut_and_parsed,
     cut_media,
@@ -219,7 +219,7 @@ def test_a_mark_is_another_each_time_and_no_clients() -> None:
     [mark], [other] = cut_media(raw)[1], cut_media(raw)[1]
 
     assert mark != other
-    assert len(mark) == len(other) == MARK_LENGTH
+    assert len(mark) == len(other) == PLACEHOLDER_LENGTH
     claimed = MMItem((), "image_url", {"image_url": {"url": url(mark.encode())}})
     assert source(claimed, cuts=cut_media(raw)[1]) == Inline("image/png", mark.encode())
 

@@ -340,32 +340,6 @@ def test_prefill_and_release_ask_for_one_token(endpoint: Endpoint, limit: str) -
     assert endpoint.release(body) == {"a": 1, "stream": True, limit: 1, "kv_transfer_params": KV}
 
 
-@pytest.mark.parametrize("asked", [{}, {"stream_interval": None}])
-@pytest.mark.parametrize("endpoint", [CHAT, COMPLETIONS])
-def test_a_stream_has_the_operators_interval(endpoint: Endpoint, asked: dict[str, Any]) -> None:
-    body = {"stream": True, **asked}
-
-    assert endpoint.at_interval(body, 4) == {"stream": True, "stream_interval": 4}
-    assert endpoint.at_interval(body, 1) is body
-
-
-@pytest.mark.parametrize(
-    ("endpoint", "body"),
-    [
-        (CHAT, {"stream": True, "stream_interval": 1}),
-        (CHAT, {"stream": False}),
-        (CHAT, {}),
-        (RESPONSES, {"stream": True}),
-        (MESSAGES, {"stream": True}),
-        (EMBEDDINGS, {"stream": True}),
-    ],
-)
-def test_stream_interval_of_the_operator_leaves_all_other_requests_unchanged(
-    endpoint: Endpoint, body: dict[str, Any]
-) -> None:
-    assert endpoint.at_interval(body, 4) is body
-
-
 def test_errors_have_the_shape_that_clients_of_the_endpoint_expect() -> None:
     error = BadRequest("no", param="messages[0]")
     openai, anthropic = (orjson.loads(it.error(error)) for it in (CHAT, MESSAGES))

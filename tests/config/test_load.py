@@ -67,7 +67,7 @@ def test_flags_go_before_the_environment_and_that_before_the_file(
         default = FIELDS[name].default
         value = default if source is None else sources[source][name]
         assert getattr(made.config, name) == value
-        assert (made.given[name].source if name in made.given else None) == source
+        assert (made.settings[name].source if name in made.settings else None) == source
 
 
 def test_a_list_is_a_list_or_comma_separated(tmp_path: Path) -> None:
@@ -327,7 +327,7 @@ def test_no_secret_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_example_is_a_configuration() -> None:
     made = load({"config": str(EXAMPLE)})
 
-    assert set(made.given) >= {"encode_servers_urls", "decode_servers_urls", "config"}
+    assert set(made.settings) >= {"encode_servers_urls", "decode_servers_urls", "config"}
 
 
 def test_an_unknown_flag_names_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:

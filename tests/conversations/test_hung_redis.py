@@ -11,7 +11,7 @@ from epd.config import ProxyConfig
 from epd.conversations.conversations import Conversations
 from epd.conversations.stores import ConversationsInMemory, ConversationsInRedis
 from epd.conversations.turn import Turn
-from epd.discovery import stores as registrations
+from epd.discovery.redis_store import RegistrationsInRedis
 from tests.support.fleet import until
 from tests.support.redis_server import Certificates, RedisServer
 
@@ -37,7 +37,7 @@ async def taking(url: str) -> AsyncIterator[Callable[[], Awaitable[object]]]:
 
 @asynccontextmanager
 async def reading(url: str) -> AsyncIterator[Callable[[], Awaitable[object]]]:
-    async with registrations.RegistrationsInRedis.connected(url) as store:
+    async with RegistrationsInRedis.connected(url) as store:
         yield store.read
 
 
@@ -49,7 +49,7 @@ async def test_turns_end_while_it_still_hangs_and_leave_nothing(hung: RedisServe
     config = ProxyConfig.model_construct(conversation_store=hung.url(), conversation_budget_s=0.02)
     before, tasks = descriptors(), asyncio.all_tasks()
     for at_once in (1, 2, 20):
-        async with Conversations.from_config(config) as conversations:
+        async with Conversations.open(config) as conversations:
             turns = [Turn(str(key)) for key in range(at_once)]
             await asyncio.gather(*(conversations.begin_turn(turn, {DECODE}) for turn in turns))
             assert [turn.before for turn in turns] == [None] * at_once

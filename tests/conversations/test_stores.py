@@ -12,20 +12,14 @@ from structlog.testing import capture_logs
 
 from epd.config import ProxyConfig
 from epd.conversations.conversations import Conversations
+from epd.conversations.entry import Basis, ConversationEntry, Fingerprint, StoredBlocks, parse_entry
 from epd.conversations.stores import (
     ConversationsInMemory,
     ConversationsInRedis,
     ConversationStore,
     StoreAway,
 )
-from epd.conversations.turn import (
-    Basis,
-    ConversationEntry,
-    Fingerprint,
-    HeldBlocks,
-    Turn,
-    parse_entry,
-)
+from epd.conversations.turn import Turn
 from epd.redis_urls import MAX_CONNECTIONS
 from tests.support.redis_server import RedisServer
 
@@ -38,7 +32,7 @@ PARAMS = {
     "remote_port": 1,
     "remote_num_tokens": 70,
 }
-HELD = HeldBlocks(PARAMS, Fingerprint.of_tokens(range(70)), Basis("form", ("picture",)))
+HELD = StoredBlocks(PARAMS, Fingerprint.of_tokens(range(70)), Basis("form", ("picture",)))
 FULL = ConversationEntry(1.5, "http://d:1", "http://p:1", HELD)
 BARE = ConversationEntry(2.5, "http://d:2")
 
@@ -110,7 +104,7 @@ async def test_the_log_names_the_skipped_store_without_its_password() -> None:
     config = ProxyConfig.model_construct(
         conversation_store="redis://me:secret@127.0.0.1:1", conversation_budget_s=30.0
     )
-    async with Conversations.from_config(config) as conversations:
+    async with Conversations.open(config) as conversations:
         with capture_logs() as lines:
             for _ in range(4):
                 await conversations.begin_turn(Turn("key"), ())
@@ -140,14 +134,14 @@ def test_a_written_entry_is_parsed_and_an_invalid_one_is_none() -> None:
     assert parse_entry(FULL.to_json()) == FULL
     assert parse_entry(BARE.to_json()) == BARE
     less = {name: value for name, value in PARAMS.items() if name != "remote_num_tokens"}
-    of_another = replace(FULL, held=replace(HELD, params=less)).to_json()
-    for written in (b"", b"{}", b"\xff", b'{"kept_s": 1, "decode": 5}', of_another):
+    of_another = replace(FULL, blocks=replace(HELD, params=less)).to_json()
+    for written in (b"", b"{}", b"\xff", b'{"stored_s": 1, "decode": 5}', of_another):
         assert parse_entry(written) is None
 
 
 def test_an_entry_without_a_url_of_its_instance_is_invalid() -> None:
     anywhere = replace(HELD, params=PARAMS | {"remote_host": "0.0.0.0"})  # noqa: S104 - the value is data, not an address to bind
-    entry = replace(FULL, held=anywhere)
+    entry = replace(FULL, blocks=anywhere)
 
     assert parse_entry(entry.to_json()) == entry
     assert parse_entry(replace(entry, decode="http://[").to_json()) is None
@@ -159,7 +153,7 @@ def test_a_turn_older_than_its_time_to_live_is_stale_in_any_store(
 ) -> None:
     async def scenario() -> None:
         store, config = ConversationsInMemory(100), ProxyConfig.model_construct()
-        conversations = Conversations(store, config, clock=lambda: FULL.kept_s + age_s)
+        conversations = Conversations(store, config, clock=lambda: FULL.stored_s + age_s)
         await store.put("a", FULL.to_json(), 10 * config.conversation_ttl)
         turn = Turn("a")
         await conversations.begin_turn(turn, {FULL.decode})

@@ -14,7 +14,7 @@ from ec_store import Entry, EntryKey, open_store
 from epd.config import ProxyConfig
 from epd.config.flags import FIELDS
 from epd.config.load import load
-from epd.discovery.watching import LOOK_UP_S
+from epd.discovery.watched_names import LOOK_UP_S
 from epd.routing.instances import Instance, Role
 from epd.server.app import openapi_document
 from epd.version import __version__

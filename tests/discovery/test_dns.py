@@ -1,23 +1,13 @@
-"""Instances by DNS name, with a real DNS server: how its answers change the membership."""
+"""Look-ups of the addresses of a name, with a real DNS server."""
 
-import asyncio
-import ssl
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import dns.resolver
 import pytest
 
-from epd.discovery import watching
 from epd.discovery.dns import DnsNames, LookUpFailed
-from epd.routing.instances import Role
-from tests.certificates import Authority
 from tests.discovery.name_server import NameServer
-from tests.requests import image, request, text
-from tests.support.fake_instance import FakeInstance, encodes
-from tests.support.fleet import Fleet, Launch, until
 
 
 @pytest.fixture
@@ -59,95 +49,3 @@ async def test_a_failing_name_server_differs_from_an_empty_answer(server: NameSe
 
     with pytest.raises(LookUpFailed):
         await DnsNames(server.address).resolve_addresses("e.svc")
-
-
-@pytest.fixture(autouse=True)
-def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watching, "LOOK_UP_S", 0.05)
-
-
-@asynccontextmanager
-async def discovering(
-    launch: Launch, server: NameServer, port: int, **config: Any
-) -> AsyncIterator[Fleet]:
-    settings: dict[str, Any] = {
-        "discover_encode": f"e.svc:{port}",
-        "discovery_dns_server": server.address,
-    } | config
-    async with launch(encode=0, **settings) as fleet:
-        yield fleet
-
-
-async def sees(fleet: Fleet, role: Role, urls: set[str]) -> None:
-    async def live() -> set[str]:
-        async with fleet.http.get(f"{fleet.url}/instances") as reply:
-            page = await reply.json()
-            return {*page[role]["live"], *page[role]["evicted"]}
-
-    async with asyncio.timeout(20):
-        while await live() != urls:  # noqa: ASYNC110 - the proxy sets no event
-            await asyncio.sleep(0.02)
-
-
-async def asked_again(server: NameServer) -> None:
-    """Wait until the proxy has applied a DNS answer to a query sent after this call."""
-    asked = server.asked
-    await until(lambda: server.asked > asked + 4, 20)
-
-
-async def test_membership_follows_the_name_and_survives_its_failures(
-    launch: Launch, server: NameServer
-) -> None:
-    async with FakeInstance(encodes).running() as encode:
-        port = int(encode.url.rpartition(":")[2])
-        server.addresses = {"e.svc": ["127.0.0.1"]}
-        async with discovering(launch, server, port) as fleet:
-            await sees(fleet, Role.ENCODE, {encode.url})  # at once: no request finds the role empty
-            assert (await fleet.chat(request(image(), text())))[0] == 200
-            assert len(encode.calls) == 1
-            server.addresses = {"e.svc": ["127.0.0.1", "127.0.0.2"]}
-            both = {encode.url, f"http://127.0.0.2:{port}"}
-            await sees(fleet, Role.ENCODE, both)
-            server.failing = True
-            await asked_again(server)
-            await sees(fleet, Role.ENCODE, both)
-            server.failing, server.addresses = False, {}
-            await asked_again(server)
-            await sees(fleet, Role.ENCODE, both)
-            server.addresses = {"e.svc": ["127.0.0.2"]}
-            await sees(fleet, Role.ENCODE, both - {encode.url})
-
-
-async def test_the_certificate_of_an_address_is_its_names(
-    launch: Launch, server: NameServer, tmp_path: Path
-) -> None:
-    authority = Authority.made(tmp_path)
-    async with AsyncExitStack() as stack:
-        instances = []
-        for host in ("e.svc", "other.svc"):
-            issued = authority.issue(host)
-            context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-            context.load_cert_chain(issued.chain, issued.key)
-            instance = FakeInstance(encodes)
-            await stack.enter_async_context(instance.running(context))
-            instances.append(instance)
-        right, wrong = instances
-        server.addresses = {"e.svc": ["127.0.0.1"]}
-        ports = [one.url.rpartition(":")[2] for one in instances]
-        fleet = await stack.enter_async_context(
-            discovering(
-                launch,
-                server,
-                0,
-                discover_encode=",".join(f"https://e.svc:{port}" for port in ports),
-                upstream_ca_file=authority.ca,
-                encode_balance="round_robin",
-            )
-        )
-        await sees(fleet, Role.ENCODE, {right.url, wrong.url})
-        for number in range(4):
-            status, _ = await fleet.chat(request(image(str(number).encode()), text()))
-            assert status == 200
-
-        assert len(right.calls) == 4
-        assert wrong.calls == []

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.discovery.dns import DnsState
 from epd.discovery.entries import (
     EntriesInvalid,
     read_json,
@@ -128,30 +127,6 @@ def test_a_host_is_allowed_by_name_or_by_network(
 def test_an_invalid_host_is_rejected(pattern: str) -> None:
     with pytest.raises(ValueError, match=r".+"):
         check_pattern(pattern)
-
-
-def test_addresses_are_kept_while_lookups_fail_and_for_a_while_when_empty() -> None:
-    sightings = DnsState()
-    sightings.record_addresses({"a", "b"}, 0)
-    sightings.record_failure()
-    sightings.record_addresses((), 10)
-    sightings.record_addresses((), 69)
-    assert sightings.current == {"a", "b"}
-    sightings.record_addresses((), 70)
-    assert sightings.current == set()
-
-
-def test_a_failure_or_an_answer_restarts_that_time() -> None:
-    sightings = DnsState()
-    sightings.record_addresses({"a"}, 0)
-    sightings.record_addresses((), 10)
-    sightings.record_failure()
-    sightings.record_addresses((), 80)
-    assert sightings.current == {"a"}
-    sightings.record_addresses({"b"}, 90)
-    sightings.record_addresses((), 141)
-
-    assert sightings.current == {"b"}
 
 
 def test_urls_of_names_and_of_their_addresses() -> None:

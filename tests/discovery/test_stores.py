@@ -9,14 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from epd.discovery.membership import Clash, Registrations, follow
-from epd.discovery.stores import (
-    Edit,
-    RegistrationsInRedis,
-    RegistrationsOnPage,
-    RegistrationStore,
-    StoreFailed,
-)
+from epd.discovery.redis_store import RegistrationsInRedis
+from epd.discovery.registrations import Clash, Registrations
+from epd.discovery.stores import Edit, RegistrationsOnPage, RegistrationStore, StoreFailed
+from epd.discovery.watching import follow
 from epd.routing.instances import Instance, Role
 from epd.routing.registry import Registry
 from epd.routing.table import InstanceTable

@@ -17,7 +17,8 @@ from hypothesis.stateful import (
 )
 
 from epd.config import ProxyConfig
-from epd.edge.admission import Admission, FairQueue, Ticket
+from epd.edge.admission import Admission
+from epd.edge.fair_queue import FairQueue, Ticket
 from epd.edge.tenant_use import RateLimiter, TenantUse
 from epd.errors import Overloaded, TooManyRequests, TryLater
 from epd.tenants import Tenant
@@ -79,9 +80,9 @@ class DoorMachine(RuleBasedStateMachine):
 
     tickets = Bundle[Ticket]("tickets")
 
-    @initialize(places=st.integers(1, 4), queue=st.integers(0, 6))
-    def open(self, places: int, queue: int) -> None:
-        self.door, self.places, self.queue = FairQueue(places, queue), places, queue
+    @initialize(slots=st.integers(1, 4), queue=st.integers(0, 6))
+    def open(self, slots: int, queue: int) -> None:
+        self.door, self.slots, self.queue = FairQueue(slots, queue), slots, queue
         self.here: list[Ticket] = []
         self.waited: list[Ticket] = []
         self.passed_by = dict.fromkeys(TENANTS, 0)
@@ -96,13 +97,13 @@ class DoorMachine(RuleBasedStateMachine):
             assert max(lines) <= mine + 1
             return Ticket(tenant, "displaced")
         self.here.append(ticket)
-        for other in [other for other in self.waited if other.where == "displaced"]:
+        for other in [other for other in self.waited if other.state == "displaced"]:
             assert len(self.waited) == self.queue
             last = [one for one in self.waited if one.tenant == other.tenant][-1]
             assert other is last
             assert other.tenant != tenant
             self.waited.remove(other)
-        if ticket.where == "queue":
+        if ticket.state == "queued":
             self.waited.append(ticket)
         return ticket
 
@@ -111,11 +112,11 @@ class DoorMachine(RuleBasedStateMachine):
         if ticket not in self.here:  # it was rejected
             return
         self.here.remove(ticket)
-        was_inside = ticket.where == "inside"
+        was_inside = ticket.state == "running"
         self.door.leave_queue(ticket)
         if ticket in self.waited:
             self.waited.remove(ticket)
-        entered = [other for other in self.waited if other.where == "inside"]
+        entered = [other for other in self.waited if other.state == "running"]
         assert len(entered) == (1 if was_inside and self.waited else 0)
         for one in entered:
             assert one is next(other for other in self.waited if other.tenant == one.tenant)
@@ -131,11 +132,11 @@ class DoorMachine(RuleBasedStateMachine):
     @invariant()
     @precondition(lambda self: hasattr(self, "door"))
     def is_consistent(self) -> None:
-        inside = [ticket for ticket in self.here if ticket.where == "inside"]
-        assert self.door.inside == len(inside) <= self.places
-        assert self.door.waiting == len(self.waited) <= self.queue
-        assert all(ticket.where == "queue" for ticket in self.waited)
-        assert not self.waited or len(inside) == self.places
+        inside = [ticket for ticket in self.here if ticket.state == "running"]
+        assert self.door.running == len(inside) <= self.slots
+        assert self.door.queued == len(self.waited) <= self.queue
+        assert all(ticket.state == "queued" for ticket in self.waited)
+        assert not self.waited or len(inside) == self.slots
         waiting = {ticket.tenant for ticket in self.waited}
         # A request that leaves the queue and returns is behind all others.
         self.passed_by = {one: n if one in waiting else 0 for one, n in self.passed_by.items()}
@@ -144,7 +145,7 @@ class DoorMachine(RuleBasedStateMachine):
         if hasattr(self, "door"):
             for ticket in self.here:
                 self.door.leave_queue(ticket)
-            assert (self.door.inside, self.door.waiting) == (0, 0)
+            assert (self.door.running, self.door.queued) == (0, 0)
 
 
 TestDoor = DoorMachine.TestCase
@@ -178,7 +179,7 @@ class Visits:
         outcome = "cancelled"
         try:
             with self.admission.request(tenant) as held:
-                await self.admission.wait_place(held.enter_queue())
+                await self.admission.wait_slot(held.enter_queue())
                 held.grow(40)
                 await end.wait()
                 outcome = "served"
@@ -210,8 +211,8 @@ def test_each_request_ends_once_and_releases_its_place(
         visits = Visits(admitted)
         for act, which in steps:
             await visits.step(act, which)
-            assert 0 <= admitted.door.inside <= 2
-            assert 0 <= admitted.door.waiting <= 2
+            assert 0 <= admitted.queue.running <= 2
+            assert 0 <= admitted.queue.queued <= 2
             assert 0 <= admitted.body_bytes <= 100
         for task in visits.tasks:
             task.cancel()
@@ -221,8 +222,8 @@ def test_each_request_ends_once_and_releases_its_place(
         assert len(visits.outcomes) <= len(visits.tasks)
         refused = sum(outcome not in {"served", "cancelled"} for outcome in visits.outcomes)
         assert refused == sum(admitted.refused.values())
-        assert (admitted.door.inside, admitted.door.waiting, admitted.body_bytes) == (0, 0, 0)
-        for tenant in TENANTS:  # all places are free again
+        assert (admitted.queue.running, admitted.queue.queued, admitted.body_bytes) == (0, 0, 0)
+        for tenant in TENANTS:  # all slots are free again
             with ExitStack() as stack:
                 for _ in range(2):
                     stack.enter_context(arriving(admitted, tenant))
@@ -250,9 +251,9 @@ async def test_a_request_that_waits_too_long_gets_a_retry_after() -> None:
             arriving(admitted, BOB) as ticket,
             pytest.raises(Overloaded, match="too long in the queue"),
         ):
-            await admitted.wait_place(ticket)
+            await admitted.wait_slot(ticket)
 
-        assert (admitted.door.inside, admitted.door.waiting) == (1, 0)
+        assert (admitted.queue.running, admitted.queue.queued) == (1, 0)
     assert admitted.refused == {"queue_timeout": 1}
 
 
@@ -264,9 +265,9 @@ def test_tenants_take_turns_and_each_comes_in_its_own_order() -> None:
     carol = entered(door, CAROL)
     order = []
     inside = first
-    while door.waiting:
+    while door.queued:
         door.leave_queue(inside)
-        inside = next(t for t in (*alice, *bob, carol) if t.where == "inside" and t not in order)
+        inside = next(t for t in (*alice, *bob, carol) if t.state == "running" and t not in order)
         order.append(inside)
 
     assert order == [alice[0], bob[0], carol, alice[1], bob[1], alice[2]]
@@ -278,14 +279,14 @@ async def test_a_full_queue_rejects_from_its_longest_line() -> None:
         alice = [stack.enter_context(arriving(admitted, ALICE)) for _ in range(5)]
         bob = [stack.enter_context(arriving(admitted, BOB)) for _ in range(2)]
 
-        assert [ticket.where for ticket in alice[1:]] == ["queue"] * 2 + ["displaced"] * 2
-        assert [ticket.where for ticket in bob] == ["queue"] * 2
+        assert [ticket.state for ticket in alice[1:]] == ["queued"] * 2 + ["displaced"] * 2
+        assert [ticket.state for ticket in bob] == ["queued"] * 2
         for tenant in (ALICE, BOB):
             with pytest.raises(TooManyRequests) as refused:
                 stack.enter_context(arriving(admitted, tenant))
             assert refused.value.slug == "queue_full"
         with pytest.raises(TooManyRequests, match="queue of waiting requests"):
-            await admitted.wait_place(alice[4])
+            await admitted.wait_slot(alice[4])
 
 
 def test_tenants_do_not_displace_each_others_requests_in_turns() -> None:
@@ -296,7 +297,7 @@ def test_tenants_do_not_displace_each_others_requests_in_turns() -> None:
         for tenant in (BOB, ALICE):
             assert door.enter_queue(tenant) is None
 
-    assert [ticket.where for ticket in waiting] == ["queue"] * 3
+    assert [ticket.state for ticket in waiting] == ["queued"] * 3
 
 
 def test_a_tenant_has_so_many_at_once_those_that_wait_included() -> None:
@@ -424,7 +425,7 @@ def test_a_worker_has_its_share_of_places_and_all_limits_of_tenants() -> None:
         for number in range(50):
             for _ in range(2):
                 stack.enter_context(arriving(admitted, Tenant(str(number))))
-        assert admitted.door.inside == 100
+        assert admitted.queue.running == 100
         assert reasons(admitted, lambda: stack.enter_context(arriving(admitted, ALICE))) == [
             "queue_full"
         ]
@@ -445,7 +446,7 @@ def test_a_tenant_without_a_limit_has_all_places() -> None:
     with ExitStack() as stack:
         for _ in range(9):
             stack.enter_context(arriving(admitted, ALICE))
-        assert admitted.door.inside == 9
+        assert admitted.queue.running == 9
 
 
 @pytest.mark.parametrize(

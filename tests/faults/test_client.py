@@ -212,7 +212,7 @@ async def test_a_port_without_a_listener_is_unreachable() -> None:
 
 async def test_a_name_is_looked_up_once_for_all(system: SystemNames) -> None:
     async with asking([read_request(), send(answer(b"1")), hold()]) as here:
-        origin = Origin("engine.test", here.origin.port, tls=False, named=True)
+        origin = Origin("engine.test", here.origin.port, tls=False, is_name=True)
         here.connections += await asyncio.gather(*(here.pool.connect(origin) for _ in range(5)))
         here.connections.append(await here.pool.connect(origin))
 
@@ -258,7 +258,7 @@ async def test_each_address_of_a_name_has_its_turn(system: SystemNames) -> None:
         writer.close()
 
     server = await asyncio.start_server(serve, "0.0.0.0", 0)  # noqa: S104 - two loopback addresses
-    origin = Origin("engine.test", server.sockets[0].getsockname()[1], tls=False, named=True)
+    origin = Origin("engine.test", server.sockets[0].getsockname()[1], tls=False, is_name=True)
     async with server, pooling() as pool:
         for number in range(4):
             (await pool.connect(origin)).abort()
@@ -279,7 +279,7 @@ async def test_a_connection_is_made_in_time_for_itself_and_for_its_request(
         Scripted([hold()]).running() as server,
         pooling(connect_timeout_s=connect_s) as pool,
     ):
-        origin = Origin("127.0.0.1", target_of(server.url).origin.port, tls=True, named=False)
+        origin = Origin("127.0.0.1", target_of(server.url).origin.port, tls=True, is_name=False)
         with pytest.raises(failure):
             async with asyncio.timeout(LONG_S) as limit:
                 await pool.connect(origin, in_s(request_s))
@@ -412,7 +412,7 @@ async def test_connection_stops_sending_a_body_after_a_rejection(length: int) ->
     rejection = answer(b"no", 413, length=length)
     async with asking([read_head(), send(rejection), wait(0.2), count]) as here:
         connection = await here.ask(body)
-        assert (connection.answer.status, await connection.chunk(in_s(LONG_S))) == (413, b"no")
+        assert (connection.reply.status, await connection.chunk(in_s(LONG_S))) == (413, b"no")
         await asyncio.sleep(0.5)
         assert not connection.is_usable
         here.pool.give_back(connection)
@@ -538,7 +538,7 @@ def test_a_connection_made_during_a_stall_of_the_process_is_not_late(name: str) 
 
     async def connect(port: int) -> None:
         async with pooling(connect_timeout_s=0.3) as pool:
-            origin = Origin(name, port, tls=False, named=name == "localhost")
+            origin = Origin(name, port, tls=False, is_name=name == "localhost")
             (await pool.connect(origin)).abort()  # the name is known from now on
             connecting = asyncio.create_task(pool.connect(origin))
             await asyncio.sleep(0)

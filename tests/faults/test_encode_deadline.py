@@ -13,7 +13,7 @@ from aiohttp import web
 from epd.request.encode import AT_ONCE
 from epd.request.encode_job import MAX_RETRIES
 from epd.routing import retries
-from epd.upstream import Answer, Upstream
+from epd.upstream import Upstream, WholeReply
 from tests.faults.test_encode import busy, encoded
 from tests.requests import image, request
 from tests.support.fake_instance import Handler, after, drops, encodes, hangs, refuses
@@ -53,7 +53,7 @@ async def test_first_try_has_time_for_a_long_video_by_default(
 ) -> None:
     limits_s, fetch = list[float](), Upstream.fetch
 
-    async def fetch_limited(client: Upstream, url: str, **more: Any) -> Answer:
+    async def fetch_limited(client: Upstream, url: str, **more: Any) -> WholeReply:
         if more["stage"] == "encode":
             limits_s.append(more["timeout_s"])
         return await fetch(client, url, **more)
@@ -137,5 +137,7 @@ async def test_items_behind_a_long_queue_are_left_to_the_consumer(
         gate.set()
         assert {status for status, _ in await asyncio.gather(*waiting)} == {200}
 
-        assert [one.places for one in left] == [{("local", "overloaded"): 1}] * (failure == "local")
+        assert [one.placements for one in left] == [{("local", "overloaded"): 1}] * (
+            failure == "local"
+        )
         assert (len(waiting) < 30) is (failure == "local")

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from epd.request.stages import HELD_BYTES
 from epd.server.app_keys import ADMISSION
-from epd.server.responses import JOINED_BYTES
+from epd.server.whole_response import JOINED_BYTES
 from tests.faults.scripted import Scripted, answer, chunked, hold, read_request, reset, send, wait
 from tests.requests import request, text
 from tests.support.fake_instance import Handler

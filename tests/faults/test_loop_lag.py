@@ -11,7 +11,7 @@ from epd.aio import Background
 from epd.encoder_cache import identity, keys
 from epd.media import parts as media_parts
 from epd.media.parts import Inline
-from epd.observe.metrics import watched
+from epd.observe.loop_lag import watched
 from epd.tenants import Scope
 from tests.requests import image, input_audio, png, request
 from tests.support.fleet import Launch, until

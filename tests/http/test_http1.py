@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from epd.http.http1 import (
     MAX_HEAD_BYTES,
-    AnswerReader,
     Malformed,
     Origin,
+    ReplyReader,
     request_head,
     target_of,
 )
@@ -32,26 +32,26 @@ def cut(data: bytes, places: list[int]) -> list[bytes]:
     return [data[start:end] for start, end in pairwise(edges) if start < end]
 
 
-def read(*pieces: bytes) -> AnswerReader:
-    reader = AnswerReader()
+def read(*pieces: bytes) -> ReplyReader:
+    reader = ReplyReader()
     for piece in pieces:
         reader.feed(piece)
     return reader
 
 
-@pytest.mark.parametrize("answer", WHOLE.values(), ids=WHOLE)
+@pytest.mark.parametrize("reply", WHOLE.values(), ids=WHOLE)
 @given(places=st.lists(st.integers(0, 10_000), max_size=20), taken=st.integers(0, 20))
 def test_an_answer_is_the_same_wherever_it_is_cut(
-    answer: bytes, places: list[int], taken: int
+    reply: bytes, places: list[int], taken: int
 ) -> None:
-    reader = AnswerReader()
+    reader = ReplyReader()
     body = b""
-    for number, piece in enumerate(cut(answer, places)):
+    for number, piece in enumerate(cut(reply, places)):
         assert not reader.complete
         reader.feed(piece)
         if number >= taken:
             body += reader.take_body()
-            assert reader.held == 0
+            assert reader.unread_bytes == 0
 
     assert (reader.status, reader.complete, reader.reusable) == (200, True, True)
     assert body + reader.take_body() == BODY
@@ -61,18 +61,18 @@ def test_an_answer_is_the_same_wherever_it_is_cut(
     assert reader.headers["CONTENT-TYPE"] == "text/plain"
 
 
-@pytest.mark.parametrize("answer", WHOLE.values(), ids=WHOLE)
-def test_answers_follow_each_other(answer: bytes) -> None:
-    reader = read(answer)
+@pytest.mark.parametrize("reply", WHOLE.values(), ids=WHOLE)
+def test_answers_follow_each_other(reply: bytes) -> None:
+    reader = read(reply)
     for _ in range(2):
-        reader.start_answer()
+        reader.start_reply()
         assert (reader.begun, reader.status, reader.take_body()) == (False, 0, b"")
-        reader.feed(answer)
+        reader.feed(reply)
         assert (reader.complete, reader.take_body()) == (True, BODY)
 
 
 @pytest.mark.parametrize(
-    "answer",
+    "reply",
     [
         OK + b"Connection: close\r\nContent-Length: 0\r\n\r\n",
         b"HTTP/1.0 200 OK\r\nContent-Length: 0\r\n\r\n",
@@ -80,8 +80,8 @@ def test_answers_follow_each_other(answer: bytes) -> None:
         OK + b"Content-Length: 0\r\n\r\nnonsense",
     ],
 )
-def test_connection_is_not_reusable_after_these_answers(answer: bytes) -> None:
-    reader = read(answer)
+def test_connection_is_not_reusable_after_these_answers(reply: bytes) -> None:
+    reader = read(reply)
 
     assert (reader.status, reader.complete, reader.reusable) == (200, True, False)
 
@@ -92,7 +92,7 @@ def test_answers_with_status_204_and_304_have_no_body(status: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "complete"),
+    ("reply", "complete"),
     [
         (OK + b"\r\nanything", True),
         (OK + b"\r\n", True),
@@ -103,9 +103,9 @@ def test_answers_with_status_204_and_304_have_no_body(status: int) -> None:
     ],
 )
 def test_the_end_of_a_connection_completes_only_answers_without_a_length(
-    answer: bytes, complete: bool
+    reply: bytes, complete: bool
 ) -> None:
-    reader = read(answer)
+    reader = read(reply)
 
     assert not reader.complete
     assert reader.connection_ended() is complete
@@ -113,7 +113,7 @@ def test_the_end_of_a_connection_completes_only_answers_without_a_length(
 
 
 @pytest.mark.parametrize(
-    "answer",
+    "reply",
     [
         b"nonsense\r\n\r\n",
         b"SSH-2.0-OpenSSH_9.6\r\n",
@@ -131,11 +131,11 @@ def test_the_end_of_a_connection_completes_only_answers_without_a_length(
         b"HTTP/1.1 101 Switching\r\nConnection: Upgrade\r\nUpgrade: x\r\n\r\nframe",
     ],
 )
-def test_an_invalid_answer_is_rejected(answer: bytes) -> None:
+def test_an_invalid_answer_is_rejected(reply: bytes) -> None:
     with pytest.raises(Malformed):
-        read(answer)
+        read(reply)
     with pytest.raises(Malformed):
-        read(*(answer[at : at + 1] for at in range(len(answer))))
+        read(*(reply[at : at + 1] for at in range(len(reply))))
 
 
 @given(st.binary(max_size=200), st.lists(st.integers(0, 200), max_size=5))
@@ -155,7 +155,7 @@ def test_a_body_may_be_larger_than_a_head() -> None:
     for _ in range(100):
         reader.feed(b"x" * 10_000)
 
-    assert reader.held == len(reader.take_body()) == 1_000_000
+    assert reader.unread_bytes == len(reader.take_body()) == 1_000_000
 
 
 def test_headers_of_answers_are_unchanged() -> None:
@@ -167,12 +167,12 @@ def test_headers_of_answers_are_unchanged() -> None:
 @pytest.mark.parametrize(
     ("url", "origin", "path", "authority"),
     [
-        ("http://h/a", Origin("h", 80, tls=False, named=True), "/a", "h"),
-        ("http://h:81/a/b?c=d", Origin("h", 81, tls=False, named=True), "/a/b?c=d", "h:81"),
-        ("https://h.x./a", Origin("h.x.", 443, tls=True, named=True), "/a", "h.x"),
-        ("https://10.0.0.1:8443/", Origin("10.0.0.1", 8443, tls=True, named=False), "/", None),
-        ("http://[::1]:8000/x", Origin("::1", 8000, tls=False, named=False), "/x", "[::1]:8000"),
-        ("http://h", Origin("h", 80, tls=False, named=True), "/", "h"),
+        ("http://h/a", Origin("h", 80, tls=False, is_name=True), "/a", "h"),
+        ("http://h:81/a/b?c=d", Origin("h", 81, tls=False, is_name=True), "/a/b?c=d", "h:81"),
+        ("https://h.x./a", Origin("h.x.", 443, tls=True, is_name=True), "/a", "h.x"),
+        ("https://10.0.0.1:8443/", Origin("10.0.0.1", 8443, tls=True, is_name=False), "/", None),
+        ("http://[::1]:8000/x", Origin("::1", 8000, tls=False, is_name=False), "/x", "[::1]:8000"),
+        ("http://h", Origin("h", 80, tls=False, is_name=True), "/", "h"),
     ],
 )
 def test_target_of_a_url(url: str, origin: Origin, path: str, authority: str | None) -> None:

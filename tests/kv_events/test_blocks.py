@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from xxhash import xxh3_64_intdigest
 
 from epd.kv_events.blocks import BlockMap
-from epd.kv_events.marks import MARK, mark_of, read_mark, sampled_prefix
+from epd.kv_events.markers import MARKER, marker_of, read_marker, sampled_prefix
 from epd.routing.prefix import NO_PREFIX, Prefix
 
 SIZE = 10
@@ -44,13 +44,13 @@ def test_a_mark_names_the_links_of_its_prompt(links: list[tuple[int, int]]) -> N
         ends.append(total)
     whole = Prefix([link for link, _ in links], ends)
     one = sampled_prefix(whole)
-    mark = mark_of(one)
+    marker = marker_of(one)
 
     assert one.tokens == whole.tokens
-    assert len(mark) < 2300
-    assert mark.isascii()
-    assert mark.isprintable()
-    read = read_mark(mark)
+    assert len(marker) < 2300
+    assert marker.isascii()
+    assert marker.isprintable()
+    read = read_marker(marker)
     assert ([*read.links], [*read.ends]) == ([*one.links], [*one.ends])
 
 
@@ -62,34 +62,34 @@ def test_prompts_that_begin_alike_have_equal_links_in_their_marks(
     first = prompt(*begins, *[f"a{number}" for number in range(min(one, 1024 - shared))])
     second = prompt(*begins, *[f"b{number}" for number in range(min(other, 1024 - shared))])
     both = {*first.links} & {*second.links}
-    marks = [set(sampled_prefix(each).links) & both for each in (first, second)]
+    markers = [set(sampled_prefix(each).links) & both for each in (first, second)]
 
     # Only the last link of a prompt may be none of another's.
-    assert len(marks[0] ^ marks[1]) <= 2
-    assert marks[0] & marks[1] or shared == 0
+    assert len(markers[0] ^ markers[1]) <= 2
+    assert markers[0] & markers[1] or shared == 0
 
 
 @given(
     text=st.none()
     | st.text(max_size=200)
-    | st.binary(max_size=40).map(lambda raw: f"{MARK}{raw!r}")
+    | st.binary(max_size=40).map(lambda raw: f"{MARKER}{raw!r}")
 )
 def test_any_other_text_is_not_a_mark(text: str | None) -> None:
-    read = read_mark(text)
+    read = read_marker(text)
 
     assert read is NO_PREFIX or list(read.ends) == sorted(read.ends)
 
 
 def test_a_mark_has_a_bounded_number_of_links() -> None:
-    assert read_mark(mark_of(prompt(*[f"{number}" for number in range(2000)]))) is NO_PREFIX
-    assert read_mark(mark_of(prompt("a"))[:-3]) is NO_PREFIX
-    assert read_mark(mark_of(Prefix([1, 2], [20, 10]))) is NO_PREFIX
+    assert read_marker(marker_of(prompt(*[f"{number}" for number in range(2000)]))) is NO_PREFIX
+    assert read_marker(marker_of(prompt("a"))[:-3]) is NO_PREFIX
+    assert read_marker(marker_of(Prefix([1, 2], [20, 10]))) is NO_PREFIX
 
 
 def test_a_link_is_removed_with_the_block_of_its_end() -> None:
     one, engine = prompt("a", "b", "c"), BlockMap()
     a, b, c = blocks_of(one)
-    engine.record_stored([a, b, c], None, SIZE, mark_of(one))
+    engine.record_stored([a, b, c], None, SIZE, marker_of(one))
     assert engine.take_changes() == dict.fromkeys(one.links, SIZE)
 
     engine.record_removed([c])
@@ -101,7 +101,7 @@ def test_a_link_is_removed_with_the_block_of_its_end() -> None:
 
 def test_a_link_within_a_block_is_tied_to_the_block_before() -> None:
     one, engine = prompt("a", "b", "c", tokens=7), BlockMap()
-    engine.record_stored([1, 2], None, SIZE, mark_of(one))
+    engine.record_stored([1, 2], None, SIZE, marker_of(one))
     assert engine.take_changes() == dict.fromkeys(one.links[1:], 7)
 
     engine.record_removed([2])
@@ -111,7 +111,7 @@ def test_a_link_within_a_block_is_tied_to_the_block_before() -> None:
 def test_a_block_counts_until_its_last_copy_is_removed() -> None:
     one, engine = prompt("a"), BlockMap()
     for _ in range(3):
-        engine.record_stored(blocks_of(one), None, SIZE, mark_of(one))
+        engine.record_stored(blocks_of(one), None, SIZE, marker_of(one))
     engine.take_changes()
     engine.record_removed(blocks_of(one) * 2)
     assert engine.take_changes() == {}
@@ -121,12 +121,12 @@ def test_a_block_counts_until_its_last_copy_is_removed() -> None:
 
 
 def test_links_before_the_stored_blocks_are_tied_to_the_block_before_them() -> None:
-    """Another client's prompt has stored them, without a mark."""
+    """Another client's prompt has stored them, without a marker."""
     one, engine = prompt("a", "b", "c"), BlockMap()
     a, b, c = blocks_of(one)
     engine.record_stored([a, b], None, SIZE, None)
     assert engine.take_changes() == {}
-    engine.record_stored([c], b, SIZE, mark_of(one))
+    engine.record_stored([c], b, SIZE, marker_of(one))
     assert engine.take_changes() == dict.fromkeys(one.links, SIZE)
 
     engine.record_removed([b])
@@ -137,7 +137,7 @@ def test_blocks_after_an_unknown_one_are_placed_by_the_prompts_end() -> None:
     """They were stored before this process listened."""
     one, engine = prompt("a", "b", "c"), BlockMap()
     _, b, c = blocks_of(one)
-    engine.record_stored([c], b, SIZE, mark_of(one))
+    engine.record_stored([c], b, SIZE, marker_of(one))
     assert engine.take_changes() == dict.fromkeys(one.links, SIZE)
 
     engine.record_removed([c])
@@ -148,9 +148,9 @@ def test_blocks_after_an_unknown_one_are_placed_by_the_prompts_end() -> None:
 
 def test_blocks_of_an_answer_tie_nothing() -> None:
     one, engine = prompt("a", "b"), BlockMap()
-    engine.record_stored(blocks_of(one), None, SIZE, mark_of(one))
+    engine.record_stored(blocks_of(one), None, SIZE, marker_of(one))
     engine.take_changes()
-    engine.record_stored([7], blocks_of(one)[-1], SIZE, mark_of(one))
+    engine.record_stored([7], blocks_of(one)[-1], SIZE, marker_of(one))
 
     assert engine.take_changes() == {}
     assert len(engine) == 3
@@ -160,7 +160,7 @@ def test_the_memory_of_an_engine_is_bounded() -> None:
     engine, held = BlockMap(max_blocks=50, max_links=20), dict[int, int | None]()
     for number in range(40):
         one = prompt(*[f"{number} {link}" for link in range(3)])
-        engine.record_stored(blocks_of(one), None, SIZE, mark_of(one))
+        engine.record_stored(blocks_of(one), None, SIZE, marker_of(one))
         held |= engine.take_changes()
         assert len(engine) <= 50
 
@@ -205,8 +205,8 @@ class EngineMachine(RuleBasedStateMachine):
         if first == len(every):
             return
         parent = every[first - 1] if first else None
-        mark = mark_of(one) if marked else None
-        self.blocks.record_stored(every[first:], parent, SIZE, mark)
+        marker = marker_of(one) if marked else None
+        self.blocks.record_stored(every[first:], parent, SIZE, marker)
         self._take()
         if marked and not self.guessed:
             assert all(self.known[link] == SIZE for link in one.links)
@@ -223,9 +223,9 @@ class EngineMachine(RuleBasedStateMachine):
             self.after.setdefault(before, set()).add(block)
         self.block_of |= dict(zip(one.links, every, strict=True))
         self.first_of |= dict.fromkeys(one.links, every[0])
-        mark = mark_of(one)
-        self.blocks.record_stored(every[:cut], None, SIZE, mark)
-        self.blocks.record_stored(every[cut:], every[cut - 1], SIZE, mark)
+        marker = marker_of(one)
+        self.blocks.record_stored(every[:cut], None, SIZE, marker)
+        self.blocks.record_stored(every[cut:], every[cut - 1], SIZE, marker)
         self._take()
 
     @precondition(lambda self: +self.copies)
@@ -273,7 +273,7 @@ TestEngineMachine = EngineMachine.TestCase
                 st.lists(st.integers(0, 5), max_size=4),
                 st.none() | st.integers(0, 6),
                 st.integers(1, 50),
-                st.none() | some_names.map(lambda names: mark_of(prompt(*names))),
+                st.none() | some_names.map(lambda names: marker_of(prompt(*names))),
             ),
             st.lists(st.integers(0, 6), max_size=3),
         ),

@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 
 from epd.kv_events.addresses import event_endpoints
 from epd.kv_events.feed import EventFeed, FeedReport
-from epd.kv_events.marks import mark_of
+from epd.kv_events.markers import marker_of
 from epd.routing.instances import Instance, Role
 from epd.routing.prefix import Prefix
 from epd.routing.urls import events_address, named_events_address
 from tests.support.kv_publisher import CLEARED, SIZE, batch, removed, stored
 
 PROMPT = Prefix([11, 22], [2 * SIZE, 4 * SIZE])
-MARK = mark_of(PROMPT)
+MARK = marker_of(PROMPT)
 BOTH = {11: 2 * SIZE, 22: 2 * SIZE}
 HASHES = tuple(b"0" * 31 + letter for letter in (b"a", b"b", b"c", b"d"))
 

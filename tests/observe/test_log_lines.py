@@ -24,10 +24,11 @@ REQUESTS = """
 import asyncio, logging, re, structlog, sys
 from epd.config import ProxyConfig
 from epd.observe import logs
+from epd.observe.request_log import LogObserver
 from epd.events import RequestRecord, StageDone
 logs.configure({log_format!r}, "info", worker={worker})
 urls = {{"encode_servers_urls": ("http://e:1",), "decode_servers_urls": ("http://d:1",)}}
-observer = logs.LogObserver(ProxyConfig(**urls))
+observer = LogObserver(ProxyConfig(**urls))
 stages = (StageDone("decode", "http://d:1", 1.0, 0.01234, None),)
 done = RequestRecord(
     request_id="a b", engine_id="e", method="POST", path="/v1/chat/completions", status=200,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics_core import Metric
 
-from epd.observe.worker_metrics import dump, load, merge_pages
+from epd.observe.metric_sums import dump, load, merge_pages
 
 BUCKETS = (1, 5, 25)
 LABELS = st.sampled_from(["a", "b", "ü\n\"'\\{}"])

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import epd
-from epd.policies.plan import Cost, Course, Facts, ItemFacts, ItemPlace
+from epd.policies.builtin import Cost
+from epd.policies.policy import Course, Facts, ItemFacts, ItemPlace
 from epd.policies.registry import make_policies
 from epd.routing.instances import Role
 from tests.support.encode_fleet import EncodeFleet, traffic

@@ -9,8 +9,8 @@ from aiohttp.test_utils import TestClient, TestServer
 
 import epd
 from epd.routing.instances import Instance, Role
-from epd.server.admin import KEPT_S
 from epd.server.app_keys import TABLE
+from epd.server.health import FRESH_S
 from tests.requests import image, request, text
 from tests.support.fake_instance import refuses
 from tests.support.fleet import Fleet, Launch, until
@@ -158,7 +158,7 @@ async def test_concurrent_health_requests_query_each_instance_once(launch: Launc
             assert [await status(fleet) for _ in range(5)] == [200] * 5
             assert len(asked) == 2
 
-            await asyncio.sleep(KEPT_S)
+            await asyncio.sleep(FRESH_S)
             assert await status(fleet) == 200
             assert len(asked) == 3
 

@@ -13,7 +13,7 @@ from aiohttp import web
 from pydantic import SecretStr
 from structlog.testing import capture_logs
 
-from epd.conversations.turn import parse_entry
+from epd.conversations.entry import parse_entry
 from epd.request import stages
 from epd.routing.instances import Role
 from epd.server.api_routes import CONVERSATIONS
@@ -628,12 +628,12 @@ async def test_two_proxies_share_conversations_in_redis(launch: Launch, tmp_path
                 assert b"talk" not in key
                 entry = parse_entry(server.command("GET", key.decode()))
                 assert entry is not None
-                assert entry.held is not None
+                assert entry.blocks is not None
                 # A guess of the conversation does not match the stored tokens.
                 guess = [ord(one) for one in rendered({"messages": talk.history})]
-                assert entry.held.tokens.shared_prefix_len(guess) == 0
+                assert entry.blocks.tokens.shared_prefix_len(guess) == 0
                 # An entry that the proxy cannot read, as of another version, counts as a miss.
-                server.command("SET", key.decode(), '{"kept_s": "soon"}')
+                server.command("SET", key.decode(), '{"stored_s": "soon"}')
                 assert await talk.ask(LONG) != WRONG
                 assert len(turns.read) == 3
 

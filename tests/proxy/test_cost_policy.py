@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 
-from epd.observe.logs import LogObserver
+from epd.observe.request_log import LogObserver
 from epd.routing.instances import Instance, Role
 from epd.server.app_keys import CONFIG, TABLE
 from tests.requests import image, png, request, text, video

@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 
 from ec_store import Entry, EntryKey, open_store
 from ec_store.disk.store import SharedDiskStore
-from epd.observe.logs import LogObserver
+from epd.observe.request_log import LogObserver
 from epd.server.app_keys import CONFIG
 from tests.requests import Part, image, input_audio, request, text, video
 from tests.support.backed import (

@@ -59,18 +59,6 @@ async def test_answers_of_decode_are_relayed_unchanged(fleet: Fleet, path: str) 
     assert (call.path, call.body["seed"]) == (path, 1)
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-async def test_decode_gets_the_operators_stream_interval(launch: Launch, path: str) -> None:
-    async with launch(stream_interval=4) as fleet:
-        for own in ({}, {"stream_interval": 2}):
-            body = {**PLAIN[path], "stream": True, **own}
-            async with fleet.http.post(fleet.url + path, json=body) as reply:
-                assert reply.status == 200
-                await reply.read()
-
-    assert [call.body["stream_interval"] for call in fleet.d.calls] == [4, 2]
-
-
 @pytest.mark.parametrize("path", GENERATES)
 async def test_answers_of_tokens_begin_with_a_prefill(fleet: Fleet, path: str) -> None:
     await ask(fleet, path, PLAIN[path])

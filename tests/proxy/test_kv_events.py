@@ -12,7 +12,7 @@ import pytest
 
 import epd
 from epd.check import unusable_files
-from epd.kv_events.marks import read_mark
+from epd.kv_events.markers import read_marker
 from epd.routing.instances import Role
 from epd.server.app_keys import TABLE
 from tests.requests import image, request, text
@@ -49,7 +49,7 @@ class Pair:
     def store_prompt(self) -> list[int]:
         """Publish that the engine has stored the blocks of its last prompt. Return their hashes."""
         mark = self.mark
-        prompt = read_mark(mark)
+        prompt = read_marker(mark)
         blocks = [prompt.links[-1] ^ place for place in range(prompt.tokens // SIZE)]
         self.publisher.publish(stored(blocks, mark=mark))
         return blocks
@@ -97,7 +97,7 @@ def matched(fleet: Fleet, one: Pair, mark: str) -> int:
     [candidate] = [
         it for it in table.all(Role.PREFILL_DECODE) if it.instance.url == one.instance.url
     ]
-    return candidate.load.cache.match(read_mark(mark))
+    return candidate.load.cache.match(read_marker(mark))
 
 
 async def figures(fleet: Fleet, name: str, **labels: str) -> float:
@@ -114,11 +114,11 @@ async def test_the_content_balance_follows_stored_and_removed_blocks(launch: Lau
         blocks = home.store_prompt()
         mark = home.mark
         await until(lambda: fleet.runner.app[TABLE].load(_instance(fleet, home)).precise)
-        assert matched(fleet, home, mark) == len(read_mark(mark).links)
+        assert matched(fleet, home, mark) == len(read_marker(mark).links)
         assert await asked(fleet, pairs, "a") is home
 
         home.publisher.publish(removed(*blocks[20:]))
-        await until(lambda: matched(fleet, home, mark) < len(read_mark(mark).links))
+        await until(lambda: matched(fleet, home, mark) < len(read_marker(mark).links))
         assert matched(fleet, home, mark) == 1
         home.publisher.publish(removed(*blocks))
         await until(lambda: not matched(fleet, home, mark))
@@ -158,7 +158,7 @@ async def test_a_restart_a_gap_and_a_lost_connection_are_counted_and_end(launch:
     async with following(launch, 1) as (fleet, [one]):
         await asked(fleet, [one], "a")
         mark = one.mark
-        links = len(read_mark(mark).links)
+        links = len(read_marker(mark).links)
 
         async def faults(reason: str) -> float:
             return await figures(fleet, "epd_kv_event_faults_total", reason=reason)
@@ -250,7 +250,7 @@ async def test_the_mark_replaces_the_session_of_a_request(
         assert (await fleet.chat(body, headers))[0] == 200
         [call] = [call for one in fleet.decode for call in one.calls]
 
-        prompt = read_mark(call.headers["X-Session-ID"])
+        prompt = read_marker(call.headers["X-Session-ID"])
         assert len(prompt.links) == 2
         assert call.body.get("session_id") == (session and call.headers["X-Session-ID"])
         assert all("epd1" not in str(one.headers) for one in fleet.encode[0].calls if not session)
@@ -263,7 +263,7 @@ async def test_prefill_and_decode_get_one_mark(launch: Launch) -> None:
         marks = {one.calls[0].headers["X-Session-ID"] for one in (fleet.p, fleet.d)}
 
         assert len(marks) == 1
-        assert len(read_mark(marks.pop()).links) == 2
+        assert len(read_marker(marks.pop()).links) == 2
 
 
 def config(**more: Any) -> epd.ProxyConfig:

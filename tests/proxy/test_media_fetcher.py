@@ -12,7 +12,7 @@ from aiohttp import web
 from epd.config import ProxyConfig
 from epd.errors import ProxyError
 from epd.media.fetch import CONNECT_S, SILENT_S, MediaFetcher
-from epd.media.held_bytes import HeldBytes
+from epd.media.memory_count import MemoryCount
 from epd.media.slots import TENANT_SLOTS
 from tests.requests import data_url
 from tests.support.fake_origin import ALLOWED, FakeNames, FakeOrigin
@@ -21,7 +21,7 @@ from tests.support.fleet import until
 PICTURE = data_url(b"picture")
 
 
-class _Held(HeldBytes):
+class _Held(MemoryCount):
     def __init__(self, scope: str) -> None:
         self._scope = scope
 

@@ -15,7 +15,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as read_text
 from structlog.testing import capture_logs
 
-from epd.observe.metric_defs import FIGURES
+from epd.observe.metric_defs import METRIC_DEFS
 from epd.version import __version__
 from tests.requests import data_url, image, input_audio, request, text
 from tests.support.backed import Backed, caching
@@ -465,12 +465,12 @@ async def test_the_page_has_the_requested_format(
 
     assert kind.startswith("application/openmetrics-text" if openmetrics else "text/plain")
     assert {family.name: family.type for family in families} == {
-        name: one.kind for name, one in FIGURES.items()
+        name: one.kind for name, one in METRIC_DEFS.items()
     }
     for sample in (sample for family in families for sample in family.samples):
         assert not sample.name.endswith("_created")
         name = re.sub("_(total|bucket|count|sum)$", "", sample.name)
-        assert {*sample.labels} - {"le"} == {*FIGURES[name].labels}
+        assert {*sample.labels} - {"le"} == {*METRIC_DEFS[name].labels}
     assert named("epd_build_info", version=__version__) in {
         named(sample.name, **sample.labels) for family in families for sample in family.samples
     }

@@ -10,6 +10,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from prometheus_client import generate_latest
 from structlog.testing import capture_logs
 
 from epd.server.api_routes import PIPELINE
@@ -383,7 +384,7 @@ async def test_spans_of_releases_and_of_queueing_are_children(
         await until(lambda: fleet.d.open == 1)
         second = asyncio.create_task(fleet.chat(request(text())))
         await until(
-            lambda: b"epd_requests_queued 1.0" in fleet.runner.app[METRICS].metrics_page()[0]
+            lambda: b"epd_requests_queued 1.0" in generate_latest(fleet.runner.app[METRICS])
         )
         first.cancel()
         await second

@@ -129,9 +129,9 @@ async def answered(fleet: Fleet, body: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("start", "most"),
     [
-        (text_e_pd, Trip(49, 229, 48)),
-        (picture_e_p_d, Trip(79, 475, 79)),
-        (picture_hit, Trip(75, 388, 70)),
+        (text_e_pd, Trip(50, 228, 48)),
+        (picture_e_p_d, Trip(79, 473, 78)),
+        (picture_hit, Trip(75, 386, 69)),
     ],
 )
 async def test_no_trip_grows(

@@ -145,7 +145,7 @@ async def test_the_state_contains_recent_events(launch: Launch) -> None:
     assert answered["id"] == "mine"
     assert [span["stage"] for span in answered["spans"]] == ["encode", "prefill", "decode"]
     assert (failed["status"], failed["error"]) == (400, "decode_rejected")
-    assert [one["said"] for one in state["notices"]] == ["decode_rejected"]
+    assert [one["message"] for one in state["notices"]] == ["decode_rejected"]
     assert (failed["outcome"], state["notices"][0]["outcome"]) == ("rejected", "rejected")
     assert state["notices"][0]["more"] == "400 the decode instance answered 400 BadRequestError"
     assert {one["stage"]: (one["failed"], one["rejected"]) for one in state["stages"]}[

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from epd.edge.drain import DRAIN
-from epd.server.responses import WholeResponse
+from epd.server.whole_response import WholeResponse
 from tests.faults.client_bytes import chat
 from tests.support.fake_instance import REPLY, STREAM
 from tests.support.fleet import Launch, until

@@ -25,7 +25,7 @@ from epd.errors import (
     UpstreamTimeout,
     UpstreamUnreachable,
 )
-from epd.policies.plan import Course
+from epd.policies.policy import Course
 from epd.request.recovery import (
     ENCODE_RULES,
     FETCH_AGAIN_S,

@@ -9,7 +9,7 @@ from packaging.requirements import Requirement
 from prometheus_client.parser import text_string_to_metric_families
 
 from epd.conversations.conversations import RESULTS
-from epd.policies.registry import OWN
+from epd.policies.registry import BUILTIN
 from epd.version import __version__
 from tests.paths import ROOT
 from tests.requests import image, request
@@ -26,7 +26,7 @@ LABELS = {
     "failed": re.compile("true|false"),
     "result": re.compile("hit|encoded|local|ok|timeout|error|skipped|" + "|".join(RESULTS)),
     "kind": re.compile("(encode|prefill)-local"),
-    "policy": re.compile("|".join(OWN)),
+    "policy": re.compile("|".join(BUILTIN)),
     "reason": re.compile("[a-z_]+"),
     "form": re.compile("metadata|raw"),
     "role": re.compile("encode|prefill|decode|prefill_decode"),

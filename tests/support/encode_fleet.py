@@ -15,7 +15,7 @@ from typing import NamedTuple
 import epd
 from ec_store import EntryKey
 from epd.api.items import MMItem
-from epd.policies.plan import Course, ItemRule
+from epd.policies.policy import Course, ItemRule
 from epd.request.encode_job import EncodeJob, PendingItem
 from epd.request.item_tokens import PIXELS_PER_TOKEN, TokenCounts
 from epd.request.placement import Placement

@@ -10,6 +10,7 @@ from typing import Any
 
 import aiohttp
 import orjson
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from epd.server.operator_routes import METRICS
@@ -65,7 +66,7 @@ async def becomes(found: Callable[[], object], expected: object) -> None:
 def under_way(fleet: Fleet) -> dict[str, float]:
     """Return the work in progress at the instances, and the work that the proxy counts."""
     calls = {instance.url: float(instance.open) for instance in fleet.instances}
-    page = fleet.runner.app[METRICS].metrics_page()[0].decode()
+    page = generate_latest(fleet.runner.app[METRICS]).decode()
     gauges = {
         f"{sample.name}{sample.labels}": sample.value
         for family in text_string_to_metric_families(page)

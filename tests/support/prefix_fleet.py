@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from epd.api.items import Path
 from epd.kv_events.blocks import BlockMap
-from epd.kv_events.marks import mark_of, sampled_prefix
+from epd.kv_events.markers import marker_of, sampled_prefix
 from epd.request.prefix import Chain
 from epd.routing import BalanceName
 from epd.routing.balance import Choice
@@ -185,7 +185,7 @@ class BlockEngine(Engine):
         removed = [self._blocks.popitem(last=False)[0] for _ in range(over)]
         for cache, link in itertools.product(self.true_caches, prefix.links):
             cache.drop(link)  # it waits no longer
-        mark, parent = mark_of(sampled_prefix(prefix)), blocks[cached - 1] if cached else None
+        mark, parent = marker_of(sampled_prefix(prefix)), blocks[cached - 1] if cached else None
         for one in self.followers:
             one.remove(removed)
             if cached < len(blocks):

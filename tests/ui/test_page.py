@@ -111,8 +111,7 @@ async def test_servers_that_do_all_three_are_shown_and_counted_once(
             await opened.enter_async_context(server.running())
         urls = ",".join(server.url for server in servers)
         store = f"file://{tmp_path}/store?max_bytes=1GiB"
-        lines: list[dict[str, Any]] = []
-        process = serving("--servers-urls", urls, "--ec-store", store, *QUICK, lines=lines)
+        process = serving("--servers-urls", urls, "--ec-store", store, *QUICK)
         url, _ = await asyncio.to_thread(process.__enter__)
         opened.push_async_callback(asyncio.to_thread, process.__exit__, None, None, None)
         looked = await opened.enter_async_context(tab(url))
@@ -125,7 +124,6 @@ async def test_servers_that_do_all_three_are_shown_and_counted_once(
             up = re.findall(r"^epd_instance_up.*", await reply.text(), re.MULTILINE)
 
         assert looked.wrong == []
-    assert lines[-1]["topology"] == "2epd"
     assert "  2epd  " in shown.stdout
     assert re.findall(r"^\S*PD\d", shown.stdout, re.MULTILINE) == ["EPD1", "EPD2"]
     assert len(up) == 2
@@ -139,7 +137,7 @@ async def test_a_fleet_that_lacks_stages_is_shown(
     """The fleet starts without instances, or loses the last one."""
     state = cast("dict[str, Any]", large(1))
     [one, *_] = state["instances"]
-    left = {"kind": "instance", "at_s": state["now"], "what": "http://gone:1", "said": "removed"}
+    left = {"kind": "instance", "at_s": state["now"], "what": "http://gone:1", "message": "removed"}
     state["instances"] = [{**one, "role": role} for role in roles]
     state["notices"] = [{**left, "more": "prefill"}]
     async with tab(stack.url, state=state, width=width) as looked:

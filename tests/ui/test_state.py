@@ -105,7 +105,7 @@ def test_no_bad_requests_push_out_an_instance_that_went(clock: Clock) -> None:
         workers[number % 2].request_done(done(str(number), error="invalid_request"))
     notices = shown(*map(known, workers))["notices"]
 
-    assert [one["said"] for one in notices if one["what"] == E] == ["down"]
+    assert [one["message"] for one in notices if one["what"] == E] == ["down"]
     assert len(notices) == kept.KEPT_ERRORS + 1
     assert notices[-1]["what"] == E
 

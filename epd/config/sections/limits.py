@@ -1,11 +1,11 @@
 """Settings of limits, deadlines and the health of instances, and of the media in requests."""
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from epd.config.fields import Domains, Seconds, SecondsOrNone, Section, flag_of
+from epd.config.fields import Domains, Seconds, SecondsOrNone, Section
 from epd.routing.health import HealthPolicy
 
 
@@ -25,10 +25,6 @@ class LimitSettings(Section):
     bytes; parsing it blocks the process"""
     max_connections: int = Field(default=0, ge=0)
     """maximum of client connections to one process; 0: as many as its file descriptors allow"""
-    stream_interval: int = Field(default=1, ge=1)
-    """tokens per chunk of a stream, after the first token, unless the request has a
-    stream_interval; vLLM applies it to chat and text completions, and its own --stream-interval (1)
-    is the minimum"""
     header_timeout_s: Seconds = 10.0
     """maximum time for a request's head to arrive, in seconds"""
     keep_alive_s: Seconds = 75.0
@@ -116,17 +112,7 @@ class MediaSettings(Section):
     max_image_pixels: int = Field(default=178_956_970, ge=1)
     """maximum of pixels in one image; the default is vLLM's"""
 
-    @model_validator(mode="after")
-    def _check_media(self) -> Self:
-        # A rule without effect would give the operator a false sense of protection.
-        for flag in (
-            "allowed_media_domains",
-            "allow_http_media",
-            "allow_private_media",
-            "media_fetch_trust_env",
-        ):
-            if getattr(self, flag) and self.media_fetch == "engine":
-                raise ValueError(
-                    f"{flag_of(flag)} needs --media-fetch proxy; engines have their own flags"
-                )
-        return self
+    @property
+    def fetches_media(self) -> bool:
+        """Whether the proxy fetches http(s) media, and not each engine."""
+        return self.media_fetch == "proxy"

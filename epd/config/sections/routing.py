@@ -13,7 +13,7 @@ from epd.config.fields import (
     SecondsOrNone,
     Section,
 )
-from epd.policies.plan import DecodeFrom
+from epd.policies.policy import DecodeFrom
 from epd.routing import BalanceName, ItemBalanceName
 from epd.routing.instances import ANSWERING, Role
 
@@ -86,9 +86,3 @@ class RouteSettings(Section):
         """Return the roles of the instances that are chosen by content."""
         prefills = (Role.PREFILL,) if self.prefill_balance == "content" else ()
         return (*prefills, *(ANSWERING if self.decode_balance == "content" else ()))
-
-    @model_validator(mode="after")
-    def _check_events(self) -> Self:
-        if self.kv_events and not self.content_roles:
-            raise ValueError("--kv-events needs --prefill-balance or --decode-balance content")
-        return self

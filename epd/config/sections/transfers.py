@@ -59,9 +59,9 @@ class TransferSettings(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _push_to_addresses(cls, given: Any) -> Any:
+    def _push_to_addresses(cls, settings: Any) -> Any:
         # A script written for vLLM's example proxy sets only the addresses.
-        addresses = given.get("ec_consumer_zmq_addrs") if isinstance(given, dict) else None
+        addresses = settings.get("ec_consumer_zmq_addrs") if isinstance(settings, dict) else None
         if not addresses or str(addresses).strip().lower() in NO_INSTANCES:
-            return given
-        return {"ec_transfer": "mooncake", **given}
+            return settings
+        return {"ec_transfer": "mooncake", **settings}

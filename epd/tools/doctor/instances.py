@@ -17,7 +17,7 @@ from epd.kv_events.addresses import event_endpoints
 from epd.routing.instances import Instance
 from epd.routing.reports import read_namespaces
 from epd.tools.doctor.facts import InstanceFacts, ModelFacts, Trial, read_preparation
-from epd.upstream import Answer, Upstream, underlying_error
+from epd.upstream import Upstream, WholeReply, underlying_error
 
 
 async def read_instance(
@@ -33,7 +33,7 @@ async def read_instance(
     """
     headers, timeout_s = headers_of(config), config.health_timeout_s
 
-    async def get(path: str) -> Answer:
+    async def get(path: str) -> WholeReply:
         return await Upstream(pool).fetch(
             instance.url + path, stage="proxy", headers=headers, timeout_s=timeout_s
         )
@@ -95,7 +95,7 @@ def headers_of(config: ProxyConfig) -> dict[str, str]:
     return {} if key is None else {"Authorization": f"Bearer {key.get_secret_value()}"}
 
 
-def _json(answer: Answer) -> Mapping[str, Any]:
+def _json(answer: WholeReply) -> Mapping[str, Any]:
     value = json_or_none(answer.body)
     return value if isinstance(value, dict) else {}
 
@@ -117,7 +117,7 @@ def _length(value: object) -> int | None:
     return value if isinstance(value, int) else None
 
 
-def _skew_s(answer: Answer) -> float | None:
+def _skew_s(answer: WholeReply) -> float | None:
     try:
         date = parsedate_to_datetime(answer.headers.get("Date", ""))
     except ValueError:

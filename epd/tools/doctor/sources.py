@@ -10,8 +10,9 @@ from urllib.parse import urlsplit
 from epd.config import ProxyConfig
 from epd.discovery.dns import LookUpFailed
 from epd.discovery.entries import EntriesInvalid, read_yaml
-from epd.discovery.stores import RegistrationsInRedis, StoreFailed
-from epd.discovery.watching import read_file
+from epd.discovery.instances_file import read_file
+from epd.discovery.redis_store import RegistrationsInRedis
+from epd.discovery.stores import StoreFailed
 from epd.routing.instances import ANSWERING, Instance, Role
 from epd.routing.registry import Change, InstanceSource, Registry
 from epd.routing.table import InstanceTable

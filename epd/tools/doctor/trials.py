@@ -25,7 +25,7 @@ from epd.api.chat import CHAT
 from epd.api.completions import Completions
 from epd.api.items import Body
 from epd.config import ProxyConfig
-from epd.conversations.turn import ReplyCapture
+from epd.conversations.capture import ReplyCapture
 from epd.errors import ProxyError, UpstreamRejected
 from epd.request.kv_peers import PeerRegistry
 from epd.request.request import Request
@@ -62,7 +62,6 @@ TOKENS = 128
 (`kv_recompute_threshold`)."""
 
 WORDS = "One and two are three. " * TOKENS
-
 
 COUNTED_EVERY_S = 0.1
 """Interval of the readings of metrics after a transfer."""

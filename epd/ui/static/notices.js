@@ -6,15 +6,15 @@ import { clock, condition, role } from "./format.js";
 const list = new Keyed(by("notices"), make);
 
 export function notices({ notices: shown }) {
-  list.show(shown, (one) => [one.kind, one.at_s, one.what, one.said].join(" "));
+  list.show(shown, (one) => [one.kind, one.at_s, one.what, one.message].join(" "));
   by("no-notices").hidden = shown.length > 0;
 }
 
-function make({ kind, at_s, what, said, more, cause, outcome }) {
+function make({ kind, at_s, what, message, more, cause, outcome }) {
   const [state, title, text] =
     kind === "instance"
-      ? [said, `${role(more)} is ${condition(said)}`, cause ? `: ${cause}` : ""]
-      : [outcome, said, ` ${more}`];
+      ? [message, `${role(more)} is ${condition(message)}`, cause ? `: ${cause}` : ""]
+      : [outcome, message, ` ${more}`];
   return el(
     "li",
     { "data-state": state },

@@ -11,6 +11,7 @@ import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import generate_latest
 
 from epd.config import ProxyConfig
 from epd.edge.admission import Admission
@@ -96,7 +97,7 @@ def test_items_are_read_from_the_proxys_metrics() -> None:
         metrics.stage_done(StageDone("encode", "http://e", 0.0, 0.1, error))
     metrics.stage_done(StageDone("decode", "http://d", 0.0, 0.1, None))
 
-    assert parse_items(metrics.metrics_page()[0].decode()) == Items(
+    assert parse_items(generate_latest(metrics).decode()) == Items(
         hits=3, encoded=2, local=1, encodes=2
     )
 
@@ -104,7 +105,7 @@ def test_items_are_read_from_the_proxys_metrics() -> None:
 def test_a_proxy_that_has_answered_nothing_has_counted_nothing() -> None:
     metrics = metrics_of_nothing()
 
-    assert parse_items(metrics.metrics_page()[0].decode()) == NOTHING
+    assert parse_items(generate_latest(metrics).decode()) == NOTHING
 
 
 def test_parse_items_rejects_metrics_of_other_servers() -> None:

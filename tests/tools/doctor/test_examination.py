@@ -16,7 +16,7 @@ from aiohttp.test_utils import TestServer
 from ec_store import open_store
 from epd.config import ProxyConfig
 from epd.discovery.entries import write_json
-from epd.discovery.stores import RegistrationsInRedis
+from epd.discovery.redis_store import RegistrationsInRedis
 from epd.routing.instances import Instance, Role
 from epd.tools.doctor import facts, host, trials
 from epd.tools.doctor.examination import examine

@@ -4,8 +4,7 @@ import orjson
 import pytest
 
 from epd.errors import BadRequest, UpstreamRejected
-from epd.events import StageDone, stage_seconds
-from epd.server.responses import reason_of
+from epd.server.error_responses import reason_of
 
 
 def test_an_error_has_openais_shape() -> None:
@@ -100,13 +99,3 @@ def test_errors_that_are_not_vllms_show_no_internals(said: bytes, shown: str) ->
 
     assert shown in error.message
     assert error.detail["message"] == error.message
-
-
-def test_a_stages_time_is_from_its_first_request_to_its_last_answer() -> None:
-    stages = [
-        StageDone("encode", "a", 10.0, 1.0, None),
-        StageDone("encode", "b", 10.5, 2.0, None),
-        StageDone("decode", "d", 12.5, 0.5, None),
-    ]
-
-    assert stage_seconds(stages) == {"encode": 2.5, "decode": 0.5}

@@ -1,11 +1,12 @@
 """Marks of prompts, which engines repeat in their KV events. No I/O.
 
 A block has a hash over all tokens up to its end, and a proxy without a tokenizer cannot compute it.
-So each request to an engine carries a mark, which names the links of its prompt with their
-estimated ends. The engine repeats the mark with the blocks that it stores for the request (vLLM:
+So each request to an engine carries a marker, which names the links of its prompt with their
+estimated ends. The engine repeats the marker with the blocks that it stores for the request (vLLM:
 `session_id` of `BlockStored`).
 
-The mark has all that is needed. So each proxy and each worker also knows the prompts of the others.
+The marker has all that is needed. So each proxy and each worker also knows the prompts of the
+others.
 """
 
 import base64
@@ -16,8 +17,8 @@ from functools import lru_cache
 
 from epd.routing.prefix import NO_PREFIX, Prefix
 
-MARK = "epd1."
-"""Beginning of each mark: its format, with the version."""
+MARKER = "epd1."
+"""Beginning of each marker: its format, with the version."""
 
 MAX_END = 2**32 - 1
 
@@ -31,14 +32,15 @@ _INDEXES = (
         for index in range(_ALL << octave, _ALL << octave + 1, (_ALL << octave) // _OF_EACH_OCTAVE)
     ),
 )
-"""Places of the links in a mark: the first 64, then 16 for each doubling.
+"""Places of the links in a marker: the first 64, then 16 for each doubling.
 
-They do not depend on the prompt, so that prompts that begin alike have equal links in their marks.
+They do not depend on the prompt, so that prompts that begin alike have equal links in their
+markers.
 """
 
 
 def sampled_prefix(prefix: Prefix) -> Prefix:
-    """Return a prompt with those of its links that a mark has, and its last one."""
+    """Return a prompt with those of its links that a marker has, and its last one."""
     count = len(prefix.links)
     if count <= _ALL:
         return prefix
@@ -49,21 +51,21 @@ def sampled_prefix(prefix: Prefix) -> Prefix:
     return prefix._replace(links=[links[at] for at in places], ends=[ends[at] for at in places])
 
 
-def mark_of(prefix: Prefix) -> str:
-    """Return the mark of a sampled prompt, as the value of a header."""
+def marker_of(prefix: Prefix) -> str:
+    """Return the marker of a sampled prompt, as the value of a header."""
     count = len(prefix.links)
     ends = [min(end, MAX_END) for end in prefix.ends]
     packed = struct.pack(f"!{count}Q{count}I", *prefix.links, *ends)
-    return MARK + base64.urlsafe_b64encode(packed).decode()
+    return MARKER + base64.urlsafe_b64encode(packed).decode()
 
 
 @lru_cache(maxsize=512)
-def read_mark(mark: str | None) -> Prefix:
-    """Return the prompt of a mark; `NO_PREFIX` for any other text."""
-    if mark is None or not mark.startswith(MARK):
+def read_marker(marker: str | None) -> Prefix:
+    """Return the prompt of a marker; `NO_PREFIX` for any other text."""
+    if marker is None or not marker.startswith(MARKER):
         return NO_PREFIX
     try:
-        packed = base64.b64decode(mark[len(MARK) :], altchars=b"-_", validate=True)
+        packed = base64.b64decode(marker[len(MARKER) :], altchars=b"-_", validate=True)
     except (binascii.Error, ValueError):
         return NO_PREFIX
     count, rest = divmod(len(packed), _LINK_BYTES)

@@ -1,8 +1,6 @@
 """Coordination policies: the decision of each for each request, by name, in order of priority."""
 
-import json
 import re
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import epd
-from epd.api.prompts import prompt_tokens
 from epd.config.proxy_config import make_checked_policies
-from epd.policies.plan import Course, Facts
-from epd.policies.registry import OWN, Policies, PolicyInvalid, find_policy, make_policies
+from epd.policies.policy import Course, Facts
+from epd.policies.registry import BUILTIN, Policies, PolicyInvalid, find_policy, make_policies
 from epd.routing.instances import Role
 
 EPD = frozenset({Role.ENCODE, Role.PREFILL, Role.DECODE})
@@ -107,7 +104,7 @@ def test_the_local_prefill_instance_is_the_only_one() -> None:
     assert said.prefill_url == "http://p:1"
 
 
-@given(st.permutations(list(OWN)), SOME_FACTS)
+@given(st.permutations(list(BUILTIN)), SOME_FACTS)
 def test_the_first_policy_with_a_decision_decides(names: list[str], about: Facts) -> None:
     policies = make_policies(names, SETTINGS)
     said = [name for name, policy in policies.items() if policy.course(about) is not None]
@@ -236,42 +233,6 @@ def test_no_decode_instance_is_needed_where_others_name_it() -> None:
         epd.ProxyConfig(**settings, decode_hosts="10.0.0.0/8")
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        ["encode_prefill_decode", "encode_pd"],
-        ["encode_pd", "prefill_decode"],
-        ["pd_only", "encode_prefill_decode", "encode_pd"],
-        ["cost"],
-    ],
-)
-@pytest.mark.parametrize("texts", [False, True])
-def test_remembered_courses_equal_those_of_the_policies(names: list[str], *, texts: bool) -> None:
-    made = make_policies(names, SETTINGS | {"skip_prefill_for_text": texts})
-    policies = Policies(made)
-    for roles, items, tokens, prefills in product(
-        (EPD, E_PD, PD, ONE, NOBODY), (0, 1, 2), (5, 50), (True, False)
-    ):
-        about = facts(roles, items, tokens, prefills=prefills)
-        fresh = Policies(made).choose_policy(about)
-        assert policies.choose_policy(about) == fresh
-
-
-def test_remembered_courses_are_bounded_by_the_kinds_of_requests() -> None:
-    policies, every = make_checked_policies(epd.ProxyConfig(**URLS)), [*Role]
-    rolesets = [
-        frozenset(role for role, there in zip(every, chosen, strict=True) if there)
-        for chosen in product((False, True), repeat=len(every))
-    ]
-    for items, tokens, prefills in product(range(8), range(8), (True, False)):
-        for roles in rolesets:
-            policies.choose_policy(facts(roles, items, tokens, prefills=prefills))
-
-    courses = policies._courses  # noqa: SLF001 - no public name counts them
-    assert courses is not None
-    assert len(courses) == 2 * 2 * 2 ** len(every)
-
-
 @pytest.fixture
 def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the path of a distribution with policies, as an installer writes it."""
@@ -296,7 +257,7 @@ def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 PLUGIN = """
 from dataclasses import dataclass
 
-from epd.policies.plan import Course, Facts
+from epd.policies.policy import Course, Facts
 
 FEW = 2
 
@@ -356,7 +317,7 @@ def test_a_broken_one_is_an_error_of_the_configuration(
 
 
 def test_a_plugin_cannot_take_the_name_of_a_builtin_policy(plugins: Path) -> None:
-    assert find_policy("encode_pd") is OWN["encode_pd"]
+    assert find_policy("encode_pd") is BUILTIN["encode_pd"]
 
 
 def test_two_distributions_with_one_name_are_refused(plugins: Path) -> None:
@@ -367,45 +328,3 @@ def test_two_distributions_with_one_name_are_refused(plugins: Path) -> None:
 
     with pytest.raises(PolicyInvalid, match="more than one distribution: "):
         find_policy("night_shift")
-
-
-@pytest.mark.parametrize(
-    ("body", "tokens"),
-    [
-        ({}, 0),
-        ({"prompt": [1] * 77}, 77),
-        ({"prompt": "a" * 400}, 100),
-        ({"prompt": "字" * 4}, 3),
-        ({"prompt": "a" * 5}, 2),
-        ({"input": "a" * 40, "instructions": "a" * 4, "user": "a" * 99}, 11),
-        ({"messages": [{"role": "user", "content": "a" * 36}]}, 10),
-        (
-            {
-                "messages": [
-                    {
-                        "role": "user",
-                        "content": [
-                            {"type": "text", "text": "a" * 32},
-                            {"type": "image_url", "image_url": {"url": "a" * 9999}},
-                        ],
-                    }
-                ]
-            },
-            9,
-        ),
-        ({"messages": [None, [["aaaa"]]], "tools": [{"x": {"y": ["aaaa"]}}]}, 2),
-    ],
-)
-def test_prompts_are_measured_without_a_tokenizer(body: dict[str, Any], tokens: int) -> None:
-    assert prompt_tokens(body) == tokens
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
-)
-
-
-@given(st.dictionaries(st.sampled_from(["messages", "prompt", "input", "system"]), JSON))
-def test_any_body_can_be_measured(body: dict[str, Any]) -> None:
-    assert 0 <= prompt_tokens(body) <= len(json.dumps(body))

@@ -3,7 +3,7 @@
 from contextlib import AbstractContextManager, nullcontext
 
 
-class HeldBytes:
+class MemoryCount:
     """The memory counter of one request, or of one download: this one has no limit."""
 
     __slots__ = ()
@@ -23,6 +23,6 @@ class HeldBytes:
     def remove(self, size: int) -> None:
         """Stop counting some bytes."""
 
-    def separate_count(self) -> AbstractContextManager["HeldBytes"]:
+    def separate_count(self) -> AbstractContextManager["MemoryCount"]:
         """Return a separate counter for the same tenant, valid until its context exits."""
         return nullcontext(self)
