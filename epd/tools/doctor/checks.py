@@ -223,9 +223,6 @@ INSTANCE: Sequence[Check[InstanceFacts]] = (
     Check(WARN, "", lambda engine: abs(engine.skew_s or 0) > MAX_SKEW_S
         and f"its clock differs from this machine's by {engine.skew_s:+.0f} s",
         "run NTP on both: entries and leases of a store on a shared file system expire by them"),
-    Check(WARN, "", lambda engine: engine.keeps_alive is False
-        and "closes idle connections before the proxy does",
-        "set VLLM_HTTP_TIMEOUT_KEEP_ALIVE=5 or more"),
     Check(FAIL, "", lambda engine: len(engine.namespaces) > 1
         and f"has several namespaces: {', '.join(sorted(engine.namespaces))}", SPLIT),
     Check(OK, "", lambda engine: not _is_beside_device(engine) and _preparation(engine)),

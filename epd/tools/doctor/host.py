@@ -17,11 +17,9 @@ from epd.routing.instances import Instance
 from epd.tools.doctor.facts import HostFacts
 from epd.tools.doctor.findings import FAIL, Finding
 from epd.tools.engine_ends import end_cause
+from epd.tools.machine import has_accelerator
 
 SOMAXCONN = Path("/proc/sys/net/core/somaxconn")
-
-ACCELERATORS = ("nvidia[0-9]*", "kfd", "dri/renderD*")
-"""Patterns below /dev that match a GPU of NVIDIA, AMD or Intel."""
 
 LOG_BYTES = 2**20
 """Bytes at the end of an engine's log that are searched for the cause of its end."""
@@ -50,13 +48,13 @@ def _somaxconn() -> int | None:
         return None
 
 
-def has_no_device(*instances: Instance) -> bool:
+def has_no_device(dev: Path, *instances: Instance) -> bool:
     """Return whether these instances run on this machine, and it has no accelerator."""
     own = {found.address for interface in psutil.net_if_addrs().values() for found in interface}
     hosts = [urlsplit(instance.url).hostname or "" for instance in instances]
     if not all(is_loopback(host) or host in own for host in hosts):
         return False
-    return not any(found for pattern in ACCELERATORS for found in Path("/dev").glob(pattern))
+    return not has_accelerator(dev)
 
 
 def judge_logs(folder: Path) -> Iterator[Finding]:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from ec_store.errors import StoreError
 from ec_store.keys import EntryKey
 from ec_store.opening import open_store
 from epd.parser import Commands, Parser, unknown_message
+from epd.tools.machine import nvidia_devices
 from epd.tools.models import GENERATED, model_folder, write_model
 from epd.tools.up import host_memory
 from epd.tools.up.model_config import (
@@ -67,9 +67,6 @@ DISC = (
     "UJFRCBbPIcPxmTqaBoYha6IvoL7PDVkQHrEX0huVcx0z6PbHIOV1KG8FONgcrNcnrcXrvlfoAVy4aHSoIu8MAAAAASUVORK5CYII="
 )
 """Example picture, a red disc of 64 x 64 pixels: a data URL works under every media policy."""
-QUERY = "--query-gpu=index,uuid,memory.total"
-NVIDIA_SMI = ("nvidia-smi", QUERY, "--format=csv,noheader,nounits")
-"""Command that lists the devices and their memory in MiB."""
 BY_VARIABLE_ALONE = frozenset({"gpu_e", "gpu_p", "gpu_d", "gpu_pd"})
 """Fields without a flag of their own: `--gpus` sets them all."""
 
@@ -208,12 +205,11 @@ def _device_bytes(settings: FleetSettings) -> Mapping[str, int]:
         return {}
     if not CUDA.visible_devices(os.environ):
         return {}
-    try:
-        ran = subprocess.run(NVIDIA_SMI, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    rows = re.findall(r"^(\S+), (\S+), (\d+)$", ran.stdout, re.MULTILINE)
-    return {name: int(mebibytes) * 2**20 for *names, mebibytes in rows for name in names}
+    return {
+        name: device.memory_mib * 2**20
+        for device in nvidia_devices()
+        for name in (device.number, device.uuid)
+    }
 
 
 def _warn_of_unknown_variables(parser: Parser) -> None:

