@@ -23,14 +23,10 @@ from ec_store.keys import EntryKey
 from ec_store.opening import open_store
 from epd.parser import Commands, Parser, unknown_message
 from epd.tools.machine import nvidia_devices
+from epd.tools.model_config import config_path, read_config
 from epd.tools.models import GENERATED, model_folder, write_model
 from epd.tools.up import host_memory
-from epd.tools.up.model_config import (
-    config_path,
-    read_config,
-    text_architectures,
-    why_unservable,
-)
+from epd.tools.up.encoders import text_architectures, why_unservable
 from epd.tools.up.model_sizes import ModelSizes, checkpoint_tensors, model_sizes
 from epd.tools.up.plan import FleetPlan, plan_fleet
 from epd.tools.up.platforms import CUDA
@@ -153,7 +149,8 @@ def _run(parser: Parser, *, generate: str | None, dry_run: bool, **flags: Any) -
     logs = settings.log_path / time.strftime("%Y%m%d-%H%M%S")
     folder = host_memory.socket_folder(settings.port)
     store = settings.ec_store or host_memory.memory_url(folder, settings.ec_store_memory)
-    path = config_path(settings.model, settings.vllm_flags, os.environ)
+    revision = flag_value(settings.vllm_flags, "--revision")
+    path = config_path(settings.model, revision, os.environ)
     config = read_config(path)
     if config is not None:
         _check_model(parser, settings, config)
