@@ -29,13 +29,15 @@ from epd.tools.up import host_memory
 from epd.tools.up.encoders import text_architectures, why_unservable
 from epd.tools.up.model_sizes import ModelSizes, checkpoint_tensors, model_sizes
 from epd.tools.up.plan import FleetPlan, plan_fleet
-from epd.tools.up.platforms import CUDA
+from epd.tools.up.platforms import CUDA, runs_on_cpu
 from epd.tools.up.ports import check_free
 from epd.tools.up.process import STOP_TIMEOUT_S, ProcessDied
 from epd.tools.up.settings import PREFIX, VLLM, FleetSettings
 from epd.tools.up.signals import leave_contexts_on_signals
 from epd.tools.up.stack import FRONT_STOP_TIMEOUT_S, STORE_STOP_TIMEOUT_S, Fleet
 from epd.tools.up.vllm_flags import flag_value, overrides_config
+from epd.tools.vllm_cpu import consent
+from epd.tools.vllm_cpu.consent import FLAG, HELP
 
 DESCRIPTION = """\
 Start vLLM instances, an encoder store and the proxy on this machine, and stop them all on Ctrl-C or
@@ -113,6 +115,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="print the command lines and start nothing"
     )
+    parser.add_argument(FLAG, action="store_true", help=HELP)
     parser.set_defaults(run=partial(_run, parser))
 
 
@@ -140,8 +143,13 @@ def _write_model(name: str, folder: Path) -> None:
         sys.exit(f"epd up: stopped while the model {name} was written")
 
 
-def _run(parser: Parser, *, generate: str | None, dry_run: bool, **flags: Any) -> None:
+def _run(
+    parser: Parser, *, generate: str | None, dry_run: bool, adapt_vllm: bool, **flags: Any
+) -> None:
     _warn_of_unknown_variables(parser)
+    own_vllm = "vllm_command" not in flags and f"{PREFIX}VLLM_COMMAND" not in os.environ
+    if (generate or (own_vllm and not dry_run)) and runs_on_cpu(flags.get("device"), os.environ):
+        consent.adapt_vllm("epd up", allowed=adapt_vllm)
     if generate is not None:
         flags["model"] = str(flags.get("model") or model_folder(generate))
         _write_model(generate, Path(flags["model"]))

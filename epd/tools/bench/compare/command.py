@@ -1,6 +1,7 @@
 """Command `epd bench compare`: its flags, and its arms one after the other."""
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
@@ -29,8 +30,11 @@ from epd.tools.bench.compare.report import ArmResult, Results, facts
 from epd.tools.bench.compare.verdict import PLAIN
 from epd.tools.bench.compare.workloads import SCALES, WORKLOADS, Scale, Workload, warm_ups
 from epd.tools.models import GENERATED, model_folder, write_model
+from epd.tools.up.platforms import runs_on_cpu
 from epd.tools.up.process import ProcessDied
 from epd.tools.up.signals import leave_contexts_on_signals
+from epd.tools.up.vllm_flags import flag_value
+from epd.tools.vllm_cpu.consent import FLAG, adapt_vllm
 
 DESCRIPTION = """\
 Start plain vLLM and fleets of this project on this machine, one after the other, send each the same
@@ -151,6 +155,8 @@ def _run(  # noqa: PLR0913 - the command's flags
     signal.setitimer(signal.ITIMER_REAL, time_limit)
     try:
         out.mkdir(parents=True, exist_ok=True)
+        if runs_on_cpu(flag_value(up, "--device"), os.environ):
+            adapt_vllm("epd bench compare", allowed=FLAG in up)
         if generate is not None:
             _say(f"model {generate}: {folder}")
             write_model(generate, folder)
