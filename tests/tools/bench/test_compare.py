@@ -19,7 +19,6 @@ import pytest
 
 from epd.__main__ import main
 from epd.tools.bench.answer import Answer, read_answer
-from epd.tools.bench.compare import report
 from epd.tools.bench.compare.command import write_results
 from epd.tools.bench.compare.figures import Figures, figures_of
 from epd.tools.bench.compare.processors import CpuTime
@@ -355,9 +354,7 @@ def test_failed_requests_fail_the_command(tmp_path: Path) -> None:
     assert results_in(tmp_path)["end"] == ""
 
 
-def test_figures_outlive_a_verdict_that_cannot_be_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_figures_outlive_a_verdict_that_cannot_be_made(tmp_path: Path) -> None:
     results = Results(
         command=[],
         started_at=datetime.now(UTC),
@@ -367,9 +364,8 @@ def test_figures_outlive_a_verdict_that_cannot_be_made(
         facts={},
         arms={"plain": ArmResult([], workloads={"text": figures()})},
     )
-    monkeypatch.setattr(report, "verdict", Mock(side_effect=KeyError))
     with pytest.raises(KeyError):
-        write_results(results, tmp_path)
+        write_results(results, tmp_path, Mock(side_effect=KeyError))
     assert results_in(tmp_path)["arms"]["plain"]["workloads"]["text"]["asked"] == 8
     assert results_in(tmp_path)["end"]
 

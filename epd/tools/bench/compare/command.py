@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from math import inf
@@ -25,9 +25,10 @@ from epd.tools.bench.compare.arms import (
 )
 from epd.tools.bench.compare.figures import figures_of
 from epd.tools.bench.compare.load import run_workload, warm_up
+from epd.tools.bench.compare.page import page
 from epd.tools.bench.compare.processors import CpuTime
 from epd.tools.bench.compare.report import ArmResult, Results, facts
-from epd.tools.bench.compare.verdict import PLAIN
+from epd.tools.bench.compare.verdict import PLAIN, Measured, verdict
 from epd.tools.bench.compare.workloads import SCALES, WORKLOADS, Scale, Workload, warm_ups
 from epd.tools.models import GENERATED, model_folder, write_model
 from epd.tools.up.platforms import runs_on_cpu
@@ -38,8 +39,9 @@ from epd.tools.vllm_cpu.consent import FLAG, adapt_vllm
 
 DESCRIPTION = """\
 Start plain vLLM and fleets of this project on this machine, one after the other, send each the same
-requests, and say what to run, by how much, and where it loses. FOLDER/results.json and
-FOLDER/report.md are written after each workload: a run that is cut off keeps what it measured.
+requests, and say what to run, by how much, and where it loses. FOLDER/results.json,
+report.md and report.html, a page with plots, are written after each workload: a run that is cut off
+keeps what it measured.
 """
 EPILOG = (
     "example: epd bench compare --model M --gpus e=0,pd=0 -- --vllm-flags='--max-model-len 32768'; "
@@ -259,12 +261,15 @@ def _measure(
     )
 
 
-def write_results(results: Results, out: Path) -> None:
-    """Write the figures, and then what is concluded from them."""
+def write_results(
+    results: Results, out: Path, judge: Callable[[Measured], Iterator[str]] = verdict
+) -> None:
+    """Write the figures, and then what `judge` concludes from them."""
     _replace(out / "results.json", results.json())
-    results.conclude()
+    results.verdict = [*judge(results.measured())]
     _replace(out / "results.json", results.json())
     _replace(out / "report.md", results.markdown().encode())
+    _replace(out / "report.html", page(results).encode())
 
 
 def _replace(path: Path, content: bytes) -> None:
