@@ -261,6 +261,17 @@ def test_answers_are_compared_with_those_of_plain_vllm(tmp_path: Path) -> None:
     }
 
 
+def test_requests_of_a_trace_are_a_workload(tmp_path: Path) -> None:
+    trace = tmp_path / "mine.jsonl"
+    lines = [{"text_input": f"{n}?", "output_length": 4, "session_id": "s"} for n in range(3)]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    flags = ["--traces", str(trace), "--arms", "plain", "epd"]
+    arms = compare(tmp_path, *flags, behaviour={})["arms"]
+    for arm in arms.values():
+        assert {name: each["asked"] for name, each in arm["workloads"].items()} == {"mine": 3}
+    assert arms["epd"]["workloads"]["mine"]["equal"] == 3
+
+
 def test_flags_reach_each_epd_up_unchanged(tmp_path: Path) -> None:
     vllm = "--vllm-flags=--max-model-len 64 --compilation-config '{\"mode\": 0}'"
     up = ["--gpu-memory-utilization-pd", "0.6", vllm]
