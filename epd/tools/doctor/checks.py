@@ -172,8 +172,6 @@ HOST: Sequence[Check[HostFacts]] = (
             "larger burst, clients wait 1 s or longer to connect",
         "run sysctl -w net.core.somaxconn=4096 here, and in the proxy's container or pod: it is a "
         "setting of the network namespace"),
-    Check(WARN, "umask", lambda host: not host.umask & 0o002
-        and f"{host.umask:04o}: every user may write to new files", "set umask 027"),
     Check(WARN, "media", lambda host: not host.media_readable
         and f"{host.config.allowed_local_media_path} cannot be read on this machine",
         "mount it as on the instances"),

@@ -36,7 +36,6 @@ class HostFacts(NamedTuple):
     descriptors: int
     needed_descriptors: int
     somaxconn: int | None
-    umask: int
     has_forward_proxy: bool
     media_readable: bool
 

@@ -329,7 +329,7 @@ def test_mount_of_a_path_is_found_in_the_systems_table(tmp_path: Path) -> None:
 def test_settings_that_will_cause_trouble_are_found_without_an_instance(
     changes: dict[str, Any], subject: str
 ) -> None:
-    of_machine = {"umask": 0o077, "somaxconn": 4096, "has_forward_proxy": False}
+    of_machine = {"somaxconn": 4096, "has_forward_proxy": False}
     sound = {
         "host": "127.0.0.1",
         "media_fetch": "proxy",
