@@ -25,7 +25,7 @@ from typing import Any
 import aiohttp
 
 from epd.routing.instances import Role
-from epd.tools.up.settings import Topology
+from epd.tools.up.topology import Topology
 from scripts.chaos_faults import Faults, kills_of_workers, plan, storm
 from scripts.chaos_fleet import DiskStore, Instance, RedisStore
 from scripts.chaos_load import MAX_BODY_BYTES, Clients, Line, Questions, ask

@@ -42,8 +42,8 @@ def adapt_vllm(
     missing = [*(missing_changes() if changes is None else changes)]
     if not missing:
         return
-    said = [f"{program}: vLLM's CPU build in {sys.prefix} needs changes of installed packages:"]
-    print("\n".join([*said, *(f"  {change.text}" for change in missing)]), file=sys.stderr)
+    heading = f"{program}: vLLM's CPU build in {sys.prefix} needs changes of installed packages:"
+    print("\n".join([heading, *(f"  {change.text}" for change in missing)]), file=sys.stderr)
     if not (allowed or ask("Make them? [y/N] ").lower() in {"y", "yes"}):
         if any(change.is_needed for change in missing):
             sys.exit(f"{program}: it does not start without them: {FLAG} allows them")

@@ -1,4 +1,4 @@
-"""Models whose encoder vLLM cannot run apart."""
+"""Models with an encoder that vLLM cannot run apart."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -62,7 +62,7 @@ def test_a_package_that_can_be_imported_stays(site: Path) -> None:
     assert "torchcodec" not in str(missing(site, "ImportError"))
 
 
-def test_another_vllm_is_not_changed(tmp_path: Path) -> None:
+def test_vllm_of_another_build_is_not_changed(tmp_path: Path) -> None:
     install(tmp_path, vllm="0.32.0", torch="2.13.0", torchvision="0.28.0")
 
     assert missing(tmp_path) == []
@@ -70,7 +70,7 @@ def test_another_vllm_is_not_changed(tmp_path: Path) -> None:
 
 @pytest.mark.fault(175)
 @pytest.mark.parametrize("answer", ["", "n", "\n", "yesterday"])
-def test_nothing_is_changed_without_consent(
+def test_packages_are_not_changed_without_consent(
     site: Path, answer: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = {path: path.read_bytes() for path in site.rglob("*") if path.is_file()}

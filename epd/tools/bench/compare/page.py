@@ -32,7 +32,7 @@ td+td{overflow-wrap:anywhere}code{font-size:.9em}
 
 
 def page(results: Results) -> str:
-    """Return the page."""
+    """Return the page of these results, with all plots that have figures."""
     measured = results.measured()
     lines = (
         '<!doctype html><html lang="en"><meta charset="utf-8">',
@@ -89,10 +89,10 @@ def _throughput(measured: Measured) -> Iterator[str]:
     if not points:
         yield "<p>No arm has requests/s with media to compare with those of plain vLLM.</p>"
         return
-    said = " ".join(_prose(crossover(arm, of_arm)) for arm, of_arm in points.items())
+    sentences = " ".join(_prose(crossover(arm, of_arm)) for arm, of_arm in points.items())
     yield (
         "<p>A point is a workload with media. A curve follows the line of least squares through "
-        f"the times of a request; it crosses 1 where the arm breaks even. {said}</p>"
+        f"the times of a request; it crosses 1 where the arm breaks even. {sentences}</p>"
     )
     plot = scatter("requests/s over those of plain vLLM", points, [*measured])
     yield f'{_keys(measured)}<div class="plots">{plot}</div>'

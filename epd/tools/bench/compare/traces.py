@@ -1,8 +1,8 @@
 """Workloads as AIPerf's JSONL, a request in each line.
 
-Written is the type `mooncake_trace` with OpenAI's messages
-(https://docs.nvidia.com/aiperf/benchmark-modes/trace-replay-with-mooncake-traces), whose lines of
-one `session_id` are turns. Read is also `single_turn` with texts and pictures
+`trace_lines` writes the type `mooncake_trace` with OpenAI's messages
+(https://docs.nvidia.com/aiperf/benchmark-modes/trace-replay-with-mooncake-traces): lines of one
+`session_id` are turns. `read_trace` also reads `single_turn` with texts and pictures
 (https://docs.nvidia.com/aiperf/tutorials/datasets-inputs/custom-dataset-guide), as Dynamo's
 benchmarks of embedding caches have it. Requests are sent as soon as a client is free: `timestamp`
 and `delay` are not used.
