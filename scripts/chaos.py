@@ -25,12 +25,12 @@ from typing import Any
 import aiohttp
 
 from epd.routing.instances import Role
-from epd.tools.up.settings import Topology
+from epd.tools.up.topology import Topology
 from scripts.chaos_faults import Faults, kills_of_workers, plan, storm
 from scripts.chaos_fleet import DiskStore, Instance, RedisStore
 from scripts.chaos_load import MAX_BODY_BYTES, Clients, Line, Questions, ask
 from scripts.chaos_proxy import Proxy, answered, not_asked_by, under_way
-from scripts.chaos_report import MORE_FDS, Figures, Left, Sample, Seen, figures
+from scripts.chaos_report import MORE_FDS, Figures, Left, Sample, figures
 from scripts.ports import free_ports
 
 PROXY_FLAGS = {
@@ -161,7 +161,7 @@ async def run(args: argparse.Namespace, folder: Path) -> Figures:
         await weather(args, stand, clients, faults)
         left = await remains(stand, clients, fds)
         left = replace(left, processes=stand.proxy.stop(), surprises=stand.proxy.surprises())
-        return figures(Seen(clients.outcomes, faults.seen, stand.proxy.cuts, stand.memory, left))
+        return figures(clients.outcomes, faults.seen, stand.proxy.cuts, stand.memory, left)
 
 
 async def weather(args: argparse.Namespace, stand: Stand, clients: Clients, faults: Faults) -> None:

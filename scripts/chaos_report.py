@@ -117,33 +117,19 @@ class Figures:
         return orjson.dumps(asdict(self) | {"broken": self.broken}, option=orjson.OPT_INDENT_2)
 
 
-@dataclass(frozen=True)
-class Seen:
-    """Observations of a run.
-
-    Attributes:
-        outcomes: outcomes of its requests.
-        faults: injected faults.
-        cuts: kills of workers.
-        memory: memory samples of the proxy, in the order of time.
-        left: resources in use at the end.
-    """
-
-    outcomes: Sequence[Outcome]
-    faults: Sequence[Fault]
-    cuts: Sequence[Cut]
-    memory: Sequence[Sample]
-    left: Left
-
-
-def figures(seen: Seen) -> Figures:
-    """Return the report of a run, from its observations."""
-    outcomes, faults = seen.outcomes, seen.faults
+def figures(
+    outcomes: Sequence[Outcome],
+    faults: Sequence[Fault],
+    cuts: Sequence[Cut],
+    memory: Sequence[Sample],
+    left: Left,
+) -> Figures:
+    """Return the report of a run, from its observations; `memory` is in the order of time."""
     results = Counter(outcome.result for outcome in outcomes)
     errors = [outcome for outcome in outcomes if outcome.result in {"error", "broken off"}]
     felt = {error: [fault for fault in faults if fault.felt(error)] for error in errors}
     inexcusable = [error for error in errors if not excused(error, felt[error])]
-    cut = {id(outcome) for outcome in outcomes if cut_by(outcome, seen.cuts)}
+    cut = {id(outcome) for outcome in outcomes if cut_by(outcome, cuts)}
     lost = [
         outcome
         for outcome in outcomes
@@ -151,7 +137,7 @@ def figures(seen: Seen) -> Figures:
     ]
     bad = [*lost, *(outcome for outcome in outcomes if outcome.result in {"wrong", "misshapen"})]
     return Figures(
-        seconds=round(seen.memory[-1][0] - seen.memory[0][0], 1),
+        seconds=round(memory[-1][0] - memory[0][0], 1),
         requests=len(outcomes),
         questions=dict(Counter(outcome.name for outcome in outcomes)),
         outcomes=dict(Counter(outcome.kind for outcome in outcomes)),
@@ -161,8 +147,8 @@ def figures(seen: Seen) -> Figures:
         lost=len(lost),
         misshapen=results["misshapen"],
         not_excused=len(inexcusable),
-        memory=_by_process(seen.memory),
-        left=seen.left,
+        memory=_by_process(memory),
+        left=left,
         examples=[
             f"{label}: {_example(outcome, faults)}"
             for label, several in (("bad", bad), ("not excused", inexcusable))

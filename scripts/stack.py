@@ -10,8 +10,9 @@ from epd.routing.instances import Role
 from epd.tools.up.engine import Engine
 from epd.tools.up.plan import plan_fleet
 from epd.tools.up.process import Process, wait_until_ready
-from epd.tools.up.settings import FleetSettings, Topology
+from epd.tools.up.settings import FleetSettings
 from epd.tools.up.stack import Fleet
+from epd.tools.up.topology import Topology
 from scripts.ports import free_ports
 
 

@@ -16,7 +16,7 @@ from epd.routing.instances import Role
 from epd.tools.bench.answer import TOLERANCES, Answer, differences
 from epd.tools.up.engine import Engine
 from epd.tools.up.process import ProcessDied
-from epd.tools.up.settings import Topology
+from epd.tools.up.topology import Topology
 from scripts.forked import ForkedStack
 from scripts.make_media import MEDIA
 from scripts.matrix.asking import alone, apart, ask

@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 
 from epd.parser import Parser
-from epd.tools.bench.runs import machine
+from epd.tools.machine import machine
 from epd.tools.up.process import ProcessDied
 from epd.tools.up.signals import leave_contexts_on_signals
 from epd.version import __version__

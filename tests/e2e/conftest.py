@@ -13,7 +13,7 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 from epd.routing.instances import CONSUMERS, Role
-from epd.tools.up.settings import Topology
+from epd.tools.up.topology import Topology
 from scripts.forked import ForkedStack
 from tests.collector import over_http
 from tests.e2e.adapters import ADAPTER, write_adapter, write_template

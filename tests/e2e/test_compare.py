@@ -53,8 +53,21 @@ def test_up_writes_a_tiny_model_once(
     assert [path.name for path in weights.parent.parent.iterdir()] == ["tiny"]
 
 
-def test_the_model_has_the_size_of_the_published_one() -> None:
+@pytest.mark.parametrize(
+    ("build", "parameters"),
+    [("qwen2_5_vl_7b", 8_292_166_656), ("qwen3_vl_8b", 8_767_123_696)],
+)
+def test_a_model_has_the_size_of_the_published_one(build: str, parameters: int) -> None:
     with torch.device("meta"):
-        built = full_size.build().model
+        model = getattr(full_size, build)().model
 
-    assert sum(weight.numel() for weight in built.parameters()) == 8_292_166_656
+    assert sum(weight.numel() for weight in model.parameters()) == parameters
+
+
+@pytest.mark.parametrize("build", ["qwen2_5_vl_7b", "qwen3_vl_8b"])
+def test_vllm_finds_every_weight_of_a_model_with_its_shape(build: str) -> None:
+    words = [sys.executable, "-m", "tests.e2e.full_size", build]
+    ran = subprocess.run(words, capture_output=True, text=True, check=False)
+
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert ran.stdout.splitlines()[-1] == ""

@@ -14,7 +14,7 @@ import openai
 import pytest
 from aiohttp.test_utils import unused_port
 
-from epd.tools.observe.entry_sizes import VALUE_BYTES
+from epd.tools.model_config import VALUE_BYTES
 from tests.e2e.asking import ask, picture, unseen
 from tests.e2e.load import until
 from tests.e2e.served import Served, stored

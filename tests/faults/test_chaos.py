@@ -14,7 +14,7 @@ from scripts.chaos_faults import Fault, cut_by, excused, plan
 from scripts.chaos_fleet import ROLE_KINDS, Breakable, RedisStore
 from scripts.chaos_load import Outcome, Result
 from scripts.chaos_proxy import Cut
-from scripts.chaos_report import Figures, Left, Seen, figures
+from scripts.chaos_report import Figures, Left, figures
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -126,7 +126,7 @@ def test_the_kill_of_a_worker_excuses_only_the_requests_that_it_had(
 
 def seen(*outcomes: Outcome, left: Left) -> Figures:
     memory = [(0.0, {PROXY: 60.0}), (1.0, {PROXY: 61.0})]
-    return figures(Seen(outcomes, [], [], memory, left))
+    return figures(outcomes, [], [], memory, left)
 
 
 PROXY = ("proxy", 7)

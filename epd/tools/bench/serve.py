@@ -1,6 +1,5 @@
 """Command `epd bench serve`: a fleet measured by vLLM's own benchmark and the proxy's metrics."""
 
-import os
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -11,8 +10,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from epd.parser import Commands
-from epd.tools.bench import dataset, targets
-from epd.tools.bench.dataset import LOCAL, REPLAYS, VISION_ARENA, BenchFailed, rng
+from epd.tools.bench import targets
+from epd.tools.bench.dataset import write_dataset
+from epd.tools.bench.pictures import jpeg, rng
+from epd.tools.bench.replays import REPLAYS
 from epd.tools.bench.runs import (
     Run,
     bench_command,
@@ -21,7 +22,7 @@ from epd.tools.bench.runs import (
     run_of,
     summary,
 )
-from epd.tools.bench.targets import BenchTarget
+from epd.tools.bench.targets import BenchFailed, BenchTarget
 from epd.tools.up.signals import leave_contexts_on_signals
 
 ALL = "all"
@@ -57,11 +58,10 @@ def _add_flags(add: Callable[..., Any]) -> None:
     add(
         "--dataset",
         dest="replay",
-        default=LOCAL,
-        choices=(VISION_ARENA, *REPLAYS, ALL),
-        help="local (default): pictures repeat as in VisionArena-Chat; visionarena: that data set, "
-        "from the hub; pool: 200 pictures at 80%% reuse; window: 4 of 5 pictures were among the "
-        "last 50; all: each of these but visionarena",
+        default="local",
+        choices=(*REPLAYS, ALL),
+        help="local (default): pictures repeat as in VisionArena-Chat; pool: 200 pictures at 80%% "
+        "reuse; window: 4 of 5 pictures were among the last 50; all: each of these",
     )
     number = partial(add, type=int, metavar="N")
     number("--num-prompts", default=100, help="requests per run (default: 100)")
@@ -80,22 +80,12 @@ def _add_flags(add: Callable[..., Any]) -> None:
         metavar="R",
         help="requests per second, on average (default: inf, all at once)",
     )
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    add(
-        "--data-dir",
-        type=Path,
-        default=cache / "epd" / "bench",
-        metavar="FOLDER",
-        help="folder for generated pictures (default: %(default)s)",
-    )
     add("--out", type=Path, metavar="FILE", help="file for the results, as JSON")
 
 
 def _run(**flags: Any) -> None:
     if find_spec("vllm") is None:
         sys.exit("epd bench serve: needs vllm: pip install '.[vllm]'")
-    if flags["replay"] == VISION_ARENA and find_spec("datasets") is None:
-        sys.exit("epd bench serve: --dataset visionarena needs pip install '.[bench]'")
     leave_contexts_on_signals()
     try:
         _measure(**flags)
@@ -117,7 +107,6 @@ def _measure(  # noqa: PLR0913 - the command's flags
     output_len: int,
     warmups: int,
     seed: int,
-    data_dir: Path,
     out: Path | None,
 ) -> None:
     """Run one target after the other; each result is written before the next run begins."""
@@ -130,11 +119,6 @@ def _measure(  # noqa: PLR0913 - the command's flags
         "--custom-output-len": output_len,
     }
     names = REPLAYS if replay == ALL else [replay]
-    _report(f"pictures of {', '.join(names)} are in {data_dir}")
-    if replay == VISION_ARENA:
-        datasets = [dataset.vision_arena(data_dir, num_prompts)]
-    else:
-        datasets = [dataset.local(data_dir, name, num_prompts, seed) for name in names]
     runs: list[Run] = []
 
     def write() -> None:
@@ -142,23 +126,24 @@ def _measure(  # noqa: PLR0913 - the command's flags
             out.write_bytes(result_document(runs, started_at, sys.argv[1:]))
 
     write()  # fail before the measurement if the file is not writable
-    for target in url:
-        served = targets.find_model(target, model)
-        if tokenizer:
-            served = served._replace(tokenizer=tokenizer)
-        for number in range(warmups):
-            targets.warm_target(target, served, dataset.jpeg(rng(seed, "warm-up", number)))
-        for chosen in datasets:
-            _report(f"{target.name}: {num_prompts} requests of {chosen.name}")
-            before = targets.read_items(target)
-            with TemporaryDirectory(prefix="epd-bench-") as folder:
+    with TemporaryDirectory(prefix="epd-bench-") as folder:
+        datasets = [write_dataset(Path(folder), name, num_prompts, seed) for name in names]
+        for target in url:
+            served = targets.find_model(target, model)
+            if tokenizer:
+                served = served._replace(tokenizer=tokenizer)
+            for number in range(warmups):
+                targets.warm_target(target, served, jpeg(rng(seed, "warm-up", number)))
+            for chosen in datasets:
+                _report(f"{target.name}: {num_prompts} requests of {chosen.name}")
+                before = targets.read_items(target)
                 file = Path(folder) / "result.json"
-                words = bench_command(target, served, chosen, load, file)
-                result = run_bench(words, file)
-            after = targets.read_items(target)
-            runs.append(run_of(target, chosen, result, output_len, before, after))
-            print("\n".join(summary(runs[-1])), flush=True)
-            write()
+                file.unlink(missing_ok=True)
+                result = run_bench(bench_command(target, served, chosen, load, file), file)
+                after = targets.read_items(target)
+                runs.append(run_of(target, chosen, result, output_len, before, after))
+                print("\n".join(summary(runs[-1])), flush=True)
+                write()
 
 
 def _report(line: str) -> None:

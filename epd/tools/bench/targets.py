@@ -15,12 +15,15 @@ import orjson
 from prometheus_client.parser import text_string_to_metric_families
 
 from epd.parser import admin_key
-from epd.tools.bench.dataset import BenchFailed
 
 TIMEOUT_S = 30.0
 FIRST_ANSWER_TIMEOUT_S = 300.0
 """Timeout of the first request, in seconds: engines compile and connect then."""
 _NAMED = re.compile(r"(?:(?P<name>[\w.+-]+)=)?(?P<url>https?://.+)")
+
+
+class BenchFailed(Exception):
+    """Error of a benchmark without a result. The message has the reason."""
 
 
 class BenchTarget(NamedTuple):

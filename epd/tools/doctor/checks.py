@@ -172,8 +172,6 @@ HOST: Sequence[Check[HostFacts]] = (
             "larger burst, clients wait 1 s or longer to connect",
         "run sysctl -w net.core.somaxconn=4096 here, and in the proxy's container or pod: it is a "
         "setting of the network namespace"),
-    Check(WARN, "umask", lambda host: not host.umask & 0o002
-        and f"{host.umask:04o}: every user may write to new files", "set umask 027"),
     Check(WARN, "media", lambda host: not host.media_readable
         and f"{host.config.allowed_local_media_path} cannot be read on this machine",
         "mount it as on the instances"),
@@ -223,9 +221,6 @@ INSTANCE: Sequence[Check[InstanceFacts]] = (
     Check(WARN, "", lambda engine: abs(engine.skew_s or 0) > MAX_SKEW_S
         and f"its clock differs from this machine's by {engine.skew_s:+.0f} s",
         "run NTP on both: entries and leases of a store on a shared file system expire by them"),
-    Check(WARN, "", lambda engine: engine.keeps_alive is False
-        and "closes idle connections before the proxy does",
-        "set VLLM_HTTP_TIMEOUT_KEEP_ALIVE=5 or more"),
     Check(FAIL, "", lambda engine: len(engine.namespaces) > 1
         and f"has several namespaces: {', '.join(sorted(engine.namespaces))}", SPLIT),
     Check(OK, "", lambda engine: not _is_beside_device(engine) and _preparation(engine)),

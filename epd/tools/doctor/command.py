@@ -2,14 +2,12 @@
 
 import asyncio
 import sys
-from pathlib import Path
 from typing import Any
 
 from epd.check import add_settings_command, load_or_exit
 from epd.parser import Commands, Parser
 from epd.tools.doctor.examination import examine
-from epd.tools.doctor.findings import FAIL, as_json, as_text, by_severity, worst_verdict
-from epd.tools.doctor.host import judge_logs
+from epd.tools.doctor.findings import FAIL, as_json, as_text, worst_verdict
 
 
 def add_parser(commands: Commands) -> None:
@@ -36,14 +34,6 @@ def add_parser(commands: Commands) -> None:
         action="store_true",
         help="read only what instances report; send no generation requests",
     )
-    parser.add_argument(
-        "--engine-logs",
-        type=Path,
-        default=Path("logs"),
-        metavar="FOLDER",
-        help="folder with the logs of engines, which show why one has ended (default: logs, that "
-        "of `epd up`)",
-    )
     add_settings_command(parser, _run)
 
 
@@ -52,14 +42,11 @@ def _run(
     *,
     format: str,  # noqa: A002 - a flag's name
     no_requests: bool,
-    engine_logs: Path,
     **flags: Any,
 ) -> None:
     """Print the findings. Exit with code 1 if one of them is `fail`."""
     config = load_or_exit(parser, flags).config
     findings = asyncio.run(examine(config, requests=not no_requests))
-    if worst_verdict(findings) is FAIL:
-        findings = by_severity([*findings, *judge_logs(engine_logs)])
     print(as_json(findings) if format == "json" else as_text(findings))
     if worst_verdict(findings) is FAIL:
         sys.exit(1)

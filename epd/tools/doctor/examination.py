@@ -15,7 +15,7 @@ from epd.tools.doctor.instances import read_instance, try_subscription
 from epd.tools.doctor.kv_bandwidth import judge_pair
 from epd.tools.doctor.sources import read_sources
 from epd.tools.doctor.store import read_store
-from epd.tools.doctor.trials import Trials, Waits
+from epd.tools.doctor.trials import Limits, Trials
 from epd.transfer.registry import load_ec_transfer
 from epd.upstream import KEEP_ALIVE_S, Upstream
 
@@ -26,22 +26,23 @@ UNTRIED = (
 
 
 async def examine(
-    config: ProxyConfig, *, requests: bool, waits: Waits | None = None
+    config: ProxyConfig, *, requests: bool, limits: Limits | None = None
 ) -> list[Finding]:
     """Return all findings; with `requests`, send the instances small ones of one output token."""
-    waits = waits or Waits()
+    limits = limits or Limits()
     sources = await read_sources(config)
     pool = Pool(upstream_context(config.upstream_ca_file), keep_alive_s=KEEP_ALIVE_S)
     pool.verify_as(sources.names)
+    upstream = Upstream(pool)
     try:
         instances = await asyncio.gather(
-            *(read_instance(instance, pool, config, waits.idle_s) for instance in sources.instances)
+            *(read_instance(instance, upstream, config) for instance in sources.instances)
         )
         usable: Sequence[InstanceFacts] = [engine for engine in instances if not engine.problem]
         if config.kv_events:
             await _try_subscriptions(config, usable)
         model = next((model.name for engine in usable for model in engine.models), "")
-        trials = Trials(config, Upstream(pool), usable, model, waits)
+        trials = Trials(config, upstream, usable, model, limits)
         if requests and model:
             await trials.run()
     finally:
@@ -49,7 +50,7 @@ async def examine(
     findings = [*judge(checks.HOST, read_host(config)), *sources.findings]
     if (config.encodes or config.ec_store) and load_ec_transfer(config.ec_transfer).stored:
         output = None if trials.output is None else trials.output.encoded
-        store = await read_store(config, output, waits.arrives_s)
+        store = await read_store(config, output, limits)
         findings += judge(checks.STORE, store, "store")
         if store.is_full:  # consumers could only fail
             for engine in usable:

@@ -4,7 +4,6 @@
 """
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
@@ -12,6 +11,14 @@ from typing import NamedTuple
 
 from epd.config import ProxyConfig
 from epd.routing.instances import Instance
+
+ENCODE, CONSUME, PREFILL, DECODE = "encode", "metadata", "prefill", "decode"
+READ, FORGET = "conversation", "no conversation"
+EVENTS = "KV events"
+RAW = "media"
+"""Names of the trial requests."""
+
+FULL_BYTES = 16 * 2**20
 
 
 class HostFacts(NamedTuple):
@@ -29,7 +36,6 @@ class HostFacts(NamedTuple):
     descriptors: int
     needed_descriptors: int
     somaxconn: int | None
-    umask: int
     has_forward_proxy: bool
     media_readable: bool
 
@@ -44,13 +50,6 @@ class ModelFacts(NamedTuple):
     name: str
     max_model_len: int | None = None
     parent: str | None = None
-
-
-ENCODE, CONSUME, PREFILL, DECODE = "encode", "metadata", "prefill", "decode"
-READ, FORGET = "conversation", "no conversation"
-EVENTS = "KV events"
-RAW = "media"
-"""Names of the trial requests."""
 
 
 class Trial(NamedTuple):
@@ -80,23 +79,6 @@ class Preparation(NamedTuple):
     media_io: tuple[str, ...]
 
 
-_PREPARATION = re.compile(rb"(?m)^vllm:ec_store_preparation_info\{([^}\n]{,1024})\} 1(?:\.0)?$")
-_LABEL = re.compile(r'(\w+)="([^"\\]*)"')
-
-
-def read_preparation(page: bytes) -> Preparation | None:
-    """Return how an instance prepares media; None: its page does not say."""
-    sample = _PREPARATION.search(page)
-    labels = {} if sample is None else dict(_LABEL.findall(sample[1].decode(errors="replace")))
-    api_servers = labels.get("api_servers", "")
-    if not api_servers.isdecimal():
-        return None
-    media_io = tuple(filter(None, labels.get("media_io", "").split(",")))
-    return Preparation(
-        int(api_servers), labels.get("processor", "cpu"), labels.get("device", "cpu"), media_io
-    )
-
-
 @dataclass(slots=True)
 class InstanceFacts:
     """Facts about an instance, seen from outside.
@@ -106,8 +88,6 @@ class InstanceFacts:
         status: status of a response by which it cannot be used.
         refuses: whether its host refuses connections to its port.
         skew_s: how far its clock is ahead of this machine's, by its `Date` header.
-        keeps_alive: whether it keeps an idle connection for as long as the proxy pools one; None:
-            not known.
         namespaces: namespaces in which its EC connectors keep the model's entries, from its
             metrics and, for an encode instance, from its reply. A sound instance has one.
         preparation: how it prepares media; None: not known.
@@ -121,7 +101,6 @@ class InstanceFacts:
     version: str | None = None
     models: Sequence[ModelFacts] = ()
     skew_s: float | None = None
-    keeps_alive: bool | None = None
     namespaces: frozenset[str] = frozenset()
     preparation: Preparation | None = None
     trials: dict[str, Trial] = field(default_factory=dict)
@@ -153,10 +132,6 @@ class Mount(NamedTuple):
     kind: str
 
 
-FULL_BYTES = 16 * 1024**2
-"""Free bytes of a file system below which a missing entry is explained by the lack of room."""
-
-
 class StoreFacts(NamedTuple):
     """Facts about the store, as the proxy uses it.
 
@@ -172,6 +147,7 @@ class StoreFacts(NamedTuple):
         max_bytes: quota in bytes.
         writing_bytes: memory of a server for the entries that are being written to it; None for a
             directory.
+        full_bytes: free bytes below which a missing entry is explained by the lack of room.
         free_bytes, mount: free bytes and mount of the file system; None for Redis.
     """
 
@@ -186,6 +162,7 @@ class StoreFacts(NamedTuple):
     max_bytes: int | None = None
     writing_bytes: int | None = None
     free_bytes: int | None = None
+    full_bytes: int = FULL_BYTES
     mount: Mount | None = None
 
     @property
@@ -196,5 +173,5 @@ class StoreFacts(NamedTuple):
     @property
     def is_full(self) -> bool:
         """Whether it lacks a new entry because its file system has no room."""
-        free_bytes = FULL_BYTES if self.free_bytes is None else self.free_bytes
-        return self.entry == "missing" and free_bytes < FULL_BYTES
+        has_room = self.free_bytes is None or self.free_bytes >= self.full_bytes
+        return self.entry == "missing" and not has_room

@@ -1,9 +1,7 @@
-"""Facts about this machine, and the causes of ends in the logs of its engines."""
+"""Facts about this machine."""
 
 import os
 import resource
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies_environment
@@ -15,29 +13,19 @@ from epd.edge.access import is_loopback
 from epd.edge.request_head import PER_CLIENT, RESERVED
 from epd.routing.instances import Instance
 from epd.tools.doctor.facts import HostFacts
-from epd.tools.doctor.findings import FAIL, Finding
-from epd.tools.engine_ends import end_cause
+from epd.tools.machine import has_accelerator
 
 SOMAXCONN = Path("/proc/sys/net/core/somaxconn")
-
-ACCELERATORS = ("nvidia[0-9]*", "kfd", "dri/renderD*")
-"""Patterns below /dev that match a GPU of NVIDIA, AMD or Intel."""
-
-LOG_BYTES = 2**20
-"""Bytes at the end of an engine's log that are searched for the cause of its end."""
 
 
 def read_host(config: ProxyConfig) -> HostFacts:
     """Return the facts about this machine for a proxy with this configuration."""
-    mask = os.umask(0o077)
-    os.umask(mask)
     folder = config.allowed_local_media_path
     return HostFacts(
         config,
         needed_descriptors=RESERVED + PER_CLIENT * -(-config.max_requests // config.workers),
         descriptors=resource.getrlimit(resource.RLIMIT_NOFILE)[1],
         somaxconn=_somaxconn(),
-        umask=mask,
         has_forward_proxy=bool(getproxies_environment().keys() & {"http", "https"}),
         media_readable=folder is None or os.access(folder, os.R_OK | os.X_OK),
     )
@@ -50,24 +38,10 @@ def _somaxconn() -> int | None:
         return None
 
 
-def has_no_device(*instances: Instance) -> bool:
+def has_no_device(dev: Path, *instances: Instance) -> bool:
     """Return whether these instances run on this machine, and it has no accelerator."""
     own = {found.address for interface in psutil.net_if_addrs().values() for found in interface}
     hosts = [urlsplit(instance.url).hostname or "" for instance in instances]
     if not all(is_loopback(host) or host in own for host in hosts):
         return False
-    return not any(found for pattern in ACCELERATORS for found in Path("/dev").glob(pattern))
-
-
-def judge_logs(folder: Path) -> Iterator[Finding]:
-    """Yield the known causes of ends in the logs of engines in a folder.
-
-    If it has the folders of several runs of `epd up`, the latest one counts.
-    """
-    runs = sorted(log.parent for log in folder.glob("*/*.log"))
-    for log in sorted((runs[-1] if runs else folder).glob("*.log")):
-        with suppress(OSError), log.open("rb") as opened:
-            opened.seek(max(0, opened.seek(0, os.SEEK_END) - LOG_BYTES))
-            cause = end_cause(opened.read().decode(errors="replace"))
-            if cause is not None:
-                yield Finding(FAIL, "log", f"{log}: the engine ended", cause)
+    return not has_accelerator(dev)

@@ -1,6 +1,7 @@
 """Facts about instances without a request to the model."""
 
 import asyncio
+import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from email.utils import parsedate_to_datetime
@@ -9,32 +10,25 @@ from typing import Any
 
 from epd.config import ProxyConfig
 from epd.errors import ProxyError
-from epd.http.connection import Broken, Unreachable
-from epd.http.http1 import request_head, target_of
-from epd.http.pool import Pool
 from epd.json_or_none import json_or_none
 from epd.kv_events.addresses import event_endpoints
 from epd.routing.instances import Instance
 from epd.routing.reports import read_namespaces
-from epd.tools.doctor.facts import InstanceFacts, ModelFacts, Trial, read_preparation
+from epd.tools.doctor.facts import InstanceFacts, ModelFacts, Preparation, Trial
 from epd.upstream import Upstream, WholeReply, underlying_error
+
+_PREPARATION = re.compile(rb"(?m)^vllm:ec_store_preparation_info\{([^}\n]{,1024})\} 1(?:\.0)?$")
+_LABEL = re.compile(r'(\w+)="([^"\\]*)"')
 
 
 async def read_instance(
-    instance: Instance, pool: Pool, config: ProxyConfig, idle_s: float
+    instance: Instance, upstream: Upstream, config: ProxyConfig
 ) -> InstanceFacts:
-    """Return the facts about an instance. This takes a little longer than `idle_s`.
-
-    Args:
-        instance: instance to read.
-        pool: connections of the proxy.
-        config: configuration of the proxy.
-        idle_s: time for which an instance must keep an idle connection.
-    """
+    """Return the facts about an instance, read over the proxy's connections."""
     headers, timeout_s = headers_of(config), config.health_timeout_s
 
     async def get(path: str) -> WholeReply:
-        return await Upstream(pool).fetch(
+        return await upstream.fetch(
             instance.url + path, stage="proxy", headers=headers, timeout_s=timeout_s
         )
 
@@ -43,11 +37,8 @@ async def read_instance(
         if not health.ok:
             seen = f"GET /health: {health.status}"
             return InstanceFacts(instance, seen, status=health.status)
-        version, models, metrics, keeps_alive = await asyncio.gather(
-            get("/version"),
-            get("/v1/models"),
-            get("/metrics"),
-            _keeps_alive(instance, pool, headers, timeout_s, idle_s),
+        version, models, metrics = await asyncio.gather(
+            get("/version"), get("/v1/models"), get("/metrics")
         )
     except ProxyError as error:
         refuses = isinstance(underlying_error(error), ConnectionRefusedError)
@@ -63,30 +54,9 @@ async def read_instance(
         version=_text(_json(version).get("version")),
         models=_models(_json(models)),
         skew_s=_skew_s(health),
-        keeps_alive=keeps_alive,
         namespaces=read_namespaces(metrics.body) - {""} if metrics.ok else frozenset(),
         preparation=read_preparation(metrics.body) if metrics.ok else None,
     )
-
-
-async def _keeps_alive(
-    instance: Instance, pool: Pool, headers: Mapping[str, str], timeout_s: float, idle_s: float
-) -> bool | None:
-    """Return whether a connection is open after `idle_s` of idleness; None: not known."""
-    target = target_of(instance.url + "/health")
-    until_s = asyncio.get_running_loop().time() + timeout_s
-    try:
-        connection = await pool.connect(target.origin)
-        try:
-            await connection.send_request(request_head(target, headers, None), (), until_s)
-            while await connection.chunk(until_s):
-                pass
-            await asyncio.sleep(idle_s)
-            return connection.is_usable
-        finally:
-            connection.abort()
-    except (Unreachable, Broken, TimeoutError):
-        return None
 
 
 def headers_of(config: ProxyConfig) -> dict[str, str]:
@@ -123,6 +93,19 @@ def _skew_s(answer: WholeReply) -> float | None:
     except ValueError:
         return None
     return date.timestamp() - time.time()
+
+
+def read_preparation(page: bytes) -> Preparation | None:
+    """Return how an instance prepares media; None: its page does not say."""
+    sample = _PREPARATION.search(page)
+    labels = {} if sample is None else dict(_LABEL.findall(sample[1].decode(errors="replace")))
+    api_servers = labels.get("api_servers", "")
+    if not api_servers.isdecimal():
+        return None
+    media_io = tuple(filter(None, labels.get("media_io", "").split(",")))
+    return Preparation(
+        int(api_servers), labels.get("processor", "cpu"), labels.get("device", "cpu"), media_io
+    )
 
 
 async def try_subscription(instance: Instance, addresses: Sequence[str], timeout_s: float) -> Trial:

@@ -19,6 +19,7 @@ from ec_store.opening import open_async_store
 from ec_store.urls import writing_bytes
 from epd.config import ProxyConfig
 from epd.tools.doctor.facts import Mount, StoreFacts
+from epd.tools.doctor.trials import Limits
 from epd.transfer.encoded import OutputFacts
 
 LOOKS = 9
@@ -28,11 +29,11 @@ WITHIN_S = 10.0
 """Deadline for all operations on the store."""
 
 
-async def read_store(config: ProxyConfig, made: OutputFacts | None, arrives_s: float) -> StoreFacts:
+async def read_store(config: ProxyConfig, made: OutputFacts | None, limits: Limits) -> StoreFacts:
     """Return the facts about the store, and whether it has `made`.
 
     That is the output that an instance just wrote, as the instance reported it; None: there
-    is none to look up. It may take `arrives_s` seconds to appear.
+    is none to look up.
     """
     budget_s, url = config.ec_store_budget_s, config.ec_store
     if url is None:
@@ -41,7 +42,7 @@ async def read_store(config: ProxyConfig, made: OutputFacts | None, arrives_s: f
     folder = Path(unquote(parts.path)) if parts.scheme == "file" else None
     try:
         async with asyncio.timeout(WITHIN_S), await open_async_store(url, create=False) as store:
-            entry = None if made is None else await _entry(store, made, arrives_s)
+            entry = None if made is None else await _entry(store, made, limits.arrives_s)
             stats = await store.stats()
             return StoreFacts(
                 budget_s,
@@ -52,6 +53,7 @@ async def read_store(config: ProxyConfig, made: OutputFacts | None, arrives_s: f
                 max_bytes=stats.max_bytes,
                 writing_bytes=writing_bytes(url),
                 free_bytes=None if folder is None else shutil.disk_usage(folder).free,
+                full_bytes=limits.full_bytes,
                 mount=None if folder is None else _mount(folder),
             )
     except TimeoutError:

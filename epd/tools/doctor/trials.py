@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from PIL import Image
@@ -48,7 +49,7 @@ from epd.transfer.encoded import EncodedItem, OutputFacts, Prompt, consumer_body
 from epd.transfer.kv import Handover
 from epd.transfer.nixl import kept_params
 from epd.transfer.registry import load_ec_transfer, load_kv_transfer
-from epd.upstream import KEEP_ALIVE_S, Upstream
+from epd.upstream import Upstream
 
 SIDE = 64
 """Width and height of the picture in pixels, above the minimum of models' processors."""
@@ -91,23 +92,24 @@ Second = TypeVar("Second")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Waits:
-    """Times in seconds that the examination waits.
+class Limits:
+    """Limits of an examination.
 
     Attributes:
-        idle_s: time for which an instance must keep an idle connection: a little longer than the
-            proxy does.
         read_s: deadline for the prefill of a conversation's second turn: a handshake and some
             blocks. An instance that waits for blocks in vain never answers.
         counted_s: deadline for a KV transfer in the metrics of its instance. vLLM counts it with a
             later step of its scheduler.
         arrives_s: deadline for a new entry in the store: encode instances write in the background.
+        full_bytes: as in `StoreFacts`.
+        dev: folder with the files of devices.
     """
 
-    idle_s: float = KEEP_ALIVE_S + 0.5
     read_s: float = 10.0
     counted_s: float = 3.0
     arrives_s: float = 5.0
+    full_bytes: int = facts.FULL_BYTES
+    dev: Path = Path("/dev")
 
 
 class TrialOutput(NamedTuple):
@@ -143,9 +145,9 @@ class Trials:
         upstream: Upstream,
         instances: Sequence[InstanceFacts],
         model: str,
-        waits: Waits,
+        limits: Limits,
     ) -> None:
-        self._config, self._instances, self._model, self._waits = config, instances, model, waits
+        self._config, self._instances, self._model, self._limits = config, instances, model, limits
         self._stages = Stages(upstream)
         self._headers = headers_of(config)
         self._ec = load_ec_transfer(config.ec_transfer)
@@ -262,7 +264,8 @@ class Trials:
         except ProxyError as error:
             measured = PairFacts(*pair, problem=str(error))
         if measured is not None:
-            self.pairs.append(replace(measured, in_host_memory=has_no_device(*pair)))
+            in_host_memory = has_no_device(self._limits.dev, *pair)
+            self.pairs.append(replace(measured, in_host_memory=in_host_memory))
         if keeps and self._kv.bidirectional:
             await _record(prefill, facts.READ, self._read_back(*pair))
         elif self._kv.bidirectional:
@@ -333,7 +336,7 @@ class Trials:
         request = self._request(of_tokens=True)
         handover = _handover(request, prefill, decode)._replace(earlier=earlier)
         longer = [*tokens, *first.answer, *tokens[-1:]]
-        await self._turn(handover, decode, request, longer, self._waits.read_s)
+        await self._turn(handover, decode, request, longer, self._limits.read_s)
 
     async def _turn(
         self,
@@ -384,7 +387,7 @@ class Trials:
         before = await self._transfers(prefill, decode)
         await self._decode(decode, with_params(body, prefilled.params), request)
         decoded_s = time.monotonic()
-        while time.monotonic() < decoded_s + self._waits.counted_s:
+        while time.monotonic() < decoded_s + self._limits.counted_s:
             after = await self._transfers(prefill, decode)
             found = None if before is None or after is None else after.since(before)
             if found is not None and found.number > 0 and found.tokens > 0:

@@ -1,4 +1,4 @@
-"""Models with seeded random weights, for machines without a hub: a tiny one, and one of full size.
+"""Models with seeded random weights, for machines without a hub: a tiny one, and two of full size.
 
 Modules other than this one need torch and transformers, which come with vLLM.
 """
@@ -11,7 +11,11 @@ from pathlib import Path
 from types import MappingProxyType
 
 GENERATED: Mapping[str, str] = MappingProxyType(
-    {"tiny": "qwen_vl.qwen2_5_vl", "qwen2.5-vl-7b": "full_size.build"}
+    {
+        "tiny": "qwen_vl.qwen2_5_vl",
+        "qwen2.5-vl-7b": "full_size.qwen2_5_vl_7b",
+        "qwen3-vl-8b": "full_size.qwen3_vl_8b",
+    }
 )
 """Module and function that build a model, by its name for `--generate`."""
 

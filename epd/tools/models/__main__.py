@@ -1,6 +1,7 @@
 """Program that writes a generated model: `python -m epd.tools.models NAME FOLDER`.
 
-The weights are drawn on a GPU if PyTorch finds one. Those of `qwen2.5-vl-7b` take 16.6 GB.
+The weights are drawn on a GPU if PyTorch finds one. Those of `qwen2.5-vl-7b` take 16.6 GB,
+those of `qwen3-vl-8b` 17.5 GB.
 """
 
 import signal

@@ -1,6 +1,6 @@
 """Tiny model, and the files that vLLM serves it from."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,20 @@ class TinyModel:
 
     def write(self, folder: Path) -> None:
         """Draw the weights and write all files that vLLM needs to serve the model."""
+        self.write_config(folder)
         redraw(self.model, self.first_byte, self.gains)
+        self.model.to(torch.bfloat16)
+        weights = dict(self.named_weights())
+        file = folder / "model.safetensors"
+        save_file(weights, file, {"format": "pt"})
+        file.chmod(0o644)  # safetensors writes it for its owner alone
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the weights under the names that vLLM expects."""
+        yield from renamed(self.model.state_dict(), self.prefixes)
+
+    def write_config(self, folder: Path) -> None:
+        """Write all files but the weights."""
         (self.config or self.model.config).save_pretrained(folder)
         if self.processor is not None:
             # Some processors have their own template, which supports other modalities or none.
@@ -48,10 +61,6 @@ class TinyModel:
             self.processor.save_pretrained(folder)
         for name, text in self.files.items():
             (folder / name).write_text(text)
-        weights = dict(renamed(self.model.to(torch.bfloat16).state_dict(), self.prefixes))
-        file = folder / "model.safetensors"
-        save_file(weights, file, {"format": "pt"})
-        file.chmod(0o644)  # safetensors writes it for its owner alone
 
 
 def text_config(vocabulary: Vocabulary, **more: Any) -> dict[str, Any]:

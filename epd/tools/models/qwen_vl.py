@@ -34,6 +34,8 @@ WINDOWED = {**SIZED, "window_size": 112, "fullatt_block_indexes": [1]}
 TEXT = {"rope_parameters": ROPE}
 PIXELS = {"shortest_edge": 56 * 56, "longest_edge": 640 * 28 * 28}
 INTERLEAVED = {**ROPE, "mrope_interleaved": True}
+TEXT_3 = {"head_dim": 64, "rope_parameters": INTERLEAVED}
+DEEPSTACK = {**SIZED, "num_position_embeddings": 256, "deepstack_visual_indexes": [0]}
 PATCH = 16
 """Side of a patch since Qwen3-VL, in pixels."""
 
@@ -86,15 +88,21 @@ def qwen2_5_vl(
     return TinyModel(Qwen2_5_VLForConditionalGeneration(config), processor, gains=gains)
 
 
-def qwen3_vl() -> TinyModel:
-    """Return a tiny Qwen3-VL."""
+def qwen3_vl(
+    text: Mapping[str, Any] = TEXT_3,
+    vision: Mapping[str, Any] = DEEPSTACK,
+    pixels: Mapping[str, int] = PIXELS,
+    gains: Mapping[str, float] = GAINS,
+) -> TinyModel:
+    """Return a tiny Qwen3-VL, or one of other dimensions."""
     config = Qwen3VLConfig(
         architectures=["Qwen3VLForConditionalGeneration"],
-        text_config=text_config(VOCABULARY, head_dim=64, rope_parameters=INTERLEAVED),
-        vision_config={**SIZED, "num_position_embeddings": 256, "deepstack_visual_indexes": [0]},
+        text_config=text_config(VOCABULARY, **text),
+        vision_config=dict(vision),
         **_tokens(),
     )
-    return TinyModel(Qwen3VLForConditionalGeneration(config), qwen3_processor())
+    model = Qwen3VLForConditionalGeneration(config)
+    return TinyModel(model, qwen3_processor(pixels), gains=gains)
 
 
 def qwen3_5() -> TinyModel:
@@ -117,10 +125,10 @@ def qwen3_5() -> TinyModel:
     return TinyModel(Qwen3_5ForConditionalGeneration(config), qwen3_processor())
 
 
-def qwen3_processor() -> Qwen3VLProcessor:
+def qwen3_processor(pixels: Mapping[str, int] = PIXELS) -> Qwen3VLProcessor:
     """Return the processor of Qwen3-VL, which Qwen3.5 shares."""
     return Qwen3VLProcessor(
-        image_processor=Qwen2VLImageProcessor(size=PIXELS, patch_size=PATCH),
-        video_processor=Qwen3VLVideoProcessor(size=PIXELS, patch_size=PATCH),
+        image_processor=Qwen2VLImageProcessor(size=dict(pixels), patch_size=PATCH),
+        video_processor=Qwen3VLVideoProcessor(size=dict(pixels), patch_size=PATCH),
         tokenizer=VOCABULARY.tokenizer(),
     )

@@ -22,12 +22,12 @@ from pydantic import SecretStr
 from epd.edge.access import is_loopback
 from epd.json_or_none import json_or_none
 from epd.parser import Commands, Parser, admin_key, http_url
+from epd.tools.model_config import config_path, read_config
 from epd.tools.observe.counting import Counter, Traffic
 from epd.tools.observe.entry_sizes import EntrySizes, entry_sizes
 from epd.tools.observe.relay import Relay, Server, drop_added_headers
 from epd.tools.observe.report import GIB, as_markdown
 from epd.tools.observe.reuse import ReuseDistances
-from epd.tools.up.model_config import config_path, read_config
 from epd.upstream import KEEP_ALIVE_S
 
 STORE_BYTES = tuple(size * GIB for size in (1, 4, 16, 64))
@@ -146,7 +146,7 @@ def _served_model(url: str) -> str | None:
 
 def _entry_sizes(model: str) -> EntrySizes | None:
     try:
-        path = config_path(model, (), os.environ)
+        path = config_path(model, None, os.environ)
         config = read_config(path)
         if path is None or config is None:
             return None

@@ -9,14 +9,16 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from epd.json_or_none import json_or_none
-
-Config = Mapping[str, Any]
-
-VALUE_BYTES = 2
-"""Bytes of a value: encoder outputs are in bfloat16 or float16."""
+from epd.tools.model_config import (
+    VALUE_BYTES,
+    Config,
+    number,
+    outputs_per_token,
+    parts,
+    text_config,
+)
 
 FIXED = ("mm_tokens_per_image", "image_seq_length", "image_seq_len")
 """Fields with the number of tokens of every picture: Gemma 3, LLaVA."""
@@ -71,27 +73,24 @@ def entry_sizes(config: Config, processor: Config) -> EntrySizes | None:
         config: the model's `config.json`.
         processor: its `preprocessor_config.json`; empty without one.
     """
-    config = _part(config, "thinker_config") or config
-    vision = _part(config, "vision_config")
-    text = _part(config, "text_config") or _part(config, "llm_config") or config
-    width = _number(vision, "out_hidden_size") or _number(text, "hidden_size")
-    if not width or not (vision or _part(config, "audio_config")):
+    config = next(parts(config, "thinker_config"), config)
+    vision = next(parts(config, "vision_config"), {})
+    text = text_config(config)
+    width = number(vision, "out_hidden_size") or number(text, "hidden_size")
+    if not width or not (vision or any(parts(config, "audio_config"))):
         return None
-    levels = vision.get("deepstack_visual_indexes")
-    outputs = 1 + (len(levels) if isinstance(levels, list) else 0)
-    token_bytes = VALUE_BYTES * outputs * width
+    token_bytes = VALUE_BYTES * outputs_per_token(vision) * width
     if any(name in part for name in TILED for part in (config, vision, text)):
         return EntrySizes(token_bytes, 0.0, 0.0)
-    for field in FIXED:
-        if tokens := _number(config, field) or _number(processor, field):
-            return EntrySizes(token_bytes, 0.0, tokens)
-    patch = _number(vision, "patch_size") or _number(vision, "spatial_patch_size")
-    merge = _number(vision, "spatial_merge_size") or _number(config, "spatial_merge_size") or 1
+    if tokens := number(config, *FIXED) or number(processor, *FIXED):
+        return EntrySizes(token_bytes, 0.0, tokens)
+    patch = number(vision, "patch_size", "spatial_patch_size")
+    merge = number(vision, "spatial_merge_size") or number(config, "spatial_merge_size") or 1
     if not patch:
         return EntrySizes(token_bytes, 0.0, 0.0)
-    size = _part(processor, "size")
-    least = _number(processor, "min_pixels") or _number(size, "shortest_edge")
-    most = _number(processor, "max_pixels") or _number(size, "longest_edge")
+    size = next(parts(processor, "size"), {})
+    least = number(processor, "min_pixels") or number(size, "shortest_edge")
+    most = number(processor, "max_pixels") or number(size, "longest_edge")
     if 0 < most <= MAX_EDGE:
         least, most = 0.0, most * most
     return EntrySizes(token_bytes, (patch * merge) ** 2, 0.0, least, most or math.inf)
@@ -112,13 +111,3 @@ def reported_tokens(answer: bytes) -> Mapping[str, int]:
         for name, number in tokens.items()
         if type(number) is int and 0 < number <= MAX_TOKENS
     }
-
-
-def _part(config: Config, name: str) -> Config:
-    part = config.get(name)
-    return part if isinstance(part, Mapping) else {}
-
-
-def _number(config: Config, name: str) -> float:
-    value = config.get(name)
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else 0.0

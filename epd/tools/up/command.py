@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -23,23 +22,22 @@ from ec_store.errors import StoreError
 from ec_store.keys import EntryKey
 from ec_store.opening import open_store
 from epd.parser import Commands, Parser, unknown_message
+from epd.tools.machine import nvidia_devices
+from epd.tools.model_config import config_path, read_config
 from epd.tools.models import GENERATED, model_folder, write_model
 from epd.tools.up import host_memory
-from epd.tools.up.model_config import (
-    config_path,
-    read_config,
-    text_architectures,
-    why_unservable,
-)
+from epd.tools.up.encoders import text_architectures, why_unservable
 from epd.tools.up.model_sizes import ModelSizes, checkpoint_tensors, model_sizes
 from epd.tools.up.plan import FleetPlan, plan_fleet
-from epd.tools.up.platforms import CUDA
+from epd.tools.up.platforms import CUDA, runs_on_cpu
 from epd.tools.up.ports import check_free
 from epd.tools.up.process import STOP_TIMEOUT_S, ProcessDied
 from epd.tools.up.settings import PREFIX, VLLM, FleetSettings
 from epd.tools.up.signals import leave_contexts_on_signals
 from epd.tools.up.stack import FRONT_STOP_TIMEOUT_S, STORE_STOP_TIMEOUT_S, Fleet
 from epd.tools.up.vllm_flags import flag_value, overrides_config
+from epd.tools.vllm_cpu import consent
+from epd.tools.vllm_cpu.consent import FLAG, HELP
 
 DESCRIPTION = """\
 Start vLLM instances, an encoder store and the proxy on this machine, and stop them all on Ctrl-C or
@@ -67,9 +65,6 @@ DISC = (
     "UJFRCBbPIcPxmTqaBoYha6IvoL7PDVkQHrEX0huVcx0z6PbHIOV1KG8FONgcrNcnrcXrvlfoAVy4aHSoIu8MAAAAASUVORK5CYII="
 )
 """Example picture, a red disc of 64 x 64 pixels: a data URL works under every media policy."""
-QUERY = "--query-gpu=index,uuid,memory.total"
-NVIDIA_SMI = ("nvidia-smi", QUERY, "--format=csv,noheader,nounits")
-"""Command that lists the devices and their memory in MiB."""
 BY_VARIABLE_ALONE = frozenset({"gpu_e", "gpu_p", "gpu_d", "gpu_pd"})
 """Fields without a flag of their own: `--gpus` sets them all."""
 
@@ -120,6 +115,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="print the command lines and start nothing"
     )
+    parser.add_argument(FLAG, action="store_true", help=HELP)
     parser.set_defaults(run=partial(_run, parser))
 
 
@@ -147,8 +143,13 @@ def _write_model(name: str, folder: Path) -> None:
         sys.exit(f"epd up: stopped while the model {name} was written")
 
 
-def _run(parser: Parser, *, generate: str | None, dry_run: bool, **flags: Any) -> None:
+def _run(
+    parser: Parser, *, generate: str | None, dry_run: bool, adapt_vllm: bool, **flags: Any
+) -> None:
     _warn_of_unknown_variables(parser)
+    own_vllm = "vllm_command" not in flags and f"{PREFIX}VLLM_COMMAND" not in os.environ
+    if (generate or (own_vllm and not dry_run)) and runs_on_cpu(flags.get("device"), os.environ):
+        consent.adapt_vllm("epd up", allowed=adapt_vllm)
     if generate is not None:
         flags["model"] = str(flags.get("model") or model_folder(generate))
         _write_model(generate, Path(flags["model"]))
@@ -156,7 +157,8 @@ def _run(parser: Parser, *, generate: str | None, dry_run: bool, **flags: Any) -
     logs = settings.log_path / time.strftime("%Y%m%d-%H%M%S")
     folder = host_memory.socket_folder(settings.port)
     store = settings.ec_store or host_memory.memory_url(folder, settings.ec_store_memory)
-    path = config_path(settings.model, settings.vllm_flags, os.environ)
+    revision = flag_value(settings.vllm_flags, "--revision")
+    path = config_path(settings.model, revision, os.environ)
     config = read_config(path)
     if config is not None:
         _check_model(parser, settings, config)
@@ -208,12 +210,11 @@ def _device_bytes(settings: FleetSettings) -> Mapping[str, int]:
         return {}
     if not CUDA.visible_devices(os.environ):
         return {}
-    try:
-        ran = subprocess.run(NVIDIA_SMI, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    rows = re.findall(r"^(\S+), (\S+), (\d+)$", ran.stdout, re.MULTILINE)
-    return {name: int(mebibytes) * 2**20 for *names, mebibytes in rows for name in names}
+    return {
+        name: device.memory_mib * 2**20
+        for device in nvidia_devices()
+        for name in (device.number, device.uuid)
+    }
 
 
 def _warn_of_unknown_variables(parser: Parser) -> None:

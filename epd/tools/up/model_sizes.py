@@ -11,10 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from epd.tools.up.model_config import MEDIA_WORDS, Config
-
-VALUE_BYTES = 2
-"""Bytes of a value: vLLM loads weights in bfloat16 or float16 unless they are quantized."""
+from epd.tools.model_config import (
+    MEDIA_WORDS,
+    VALUE_BYTES,
+    Config,
+    number,
+    outputs_per_token,
+    parts,
+    text_config,
+)
 
 ENCODER_WORDS = (*MEDIA_WORDS, "connector", "merger", "mlp1", "multi_modal", "projector")
 """Words in the names of tensors that an encode instance loads."""
@@ -48,10 +53,10 @@ class ModelSizes:
 
 def model_sizes(config: Config, tensors: Mapping[str, float] | None = None) -> ModelSizes:
     """Return the sizes of a model; `tensors` has those of its checkpoint in bytes, by name."""
-    config = next(_parts(config, "thinker_config"), config)
-    towers = [*_parts(config, "vision_config", "audio_config")]
-    text = _text_config(config)
-    token = max((_token_bytes(tower, _number(text, "hidden_size")) for tower in towers), default=0)
+    config = next(parts(config, "thinker_config"), config)
+    towers = [*parts(config, "vision_config", "audio_config")]
+    text = text_config(config)
+    token = max((_token_bytes(tower, number(text, "hidden_size")) for tower in towers), default=0)
     if tensors:
         encoders = sum(size for name, size in tensors.items() if _of_encoder(name))
         return ModelSizes(sum(tensors.values()), encoders, token, estimated=False)
@@ -63,39 +68,21 @@ def _of_encoder(name: str) -> bool:
     return any(word in name for word in ENCODER_WORDS)
 
 
-def _parts(config: Config, *names: str) -> Iterator[Config]:
-    for name in names:
-        if isinstance(part := config.get(name), Mapping):
-            yield part
-
-
-def _text_config(config: Config) -> Config:
-    for part in _parts(config, "text_config", "llm_config"):
-        return _text_config(part)
-    return config
-
-
-def _number(config: Config, *names: str) -> float:
-    """Return the first of these fields that is a number; 0: there is none."""
-    found = (config.get(name) for name in names)
-    return next((value for value in found if isinstance(value, int | float) and value), 0)
-
-
 def _width_and_inner(tower: Config) -> tuple[float, float]:
     """Return the width of an encoder's layers, and that of their feed-forward part.
 
     Qwen2-VL calls its width `embed_dim`; its `hidden_size` is the width of the output.
     """
-    width = _number(tower, "embed_dim", "d_model", "hidden_size", "width")
-    ratio = _number(tower, "mlp_ratio") or 4
-    return width, _number(tower, "intermediate_size", "encoder_ffn_dim") or ratio * width
+    width = number(tower, "embed_dim", "d_model", "hidden_size", "width")
+    ratio = number(tower, "mlp_ratio") or 4
+    return width, number(tower, "intermediate_size", "encoder_ffn_dim") or ratio * width
 
 
 def _tower_parameters(tower: Config) -> float:
     width, inner = _width_and_inner(tower)
-    layers = _number(tower, "depth", "num_hidden_layers", "encoder_layers", "num_layers")
-    merged = width * _number(tower, "spatial_merge_size") ** 2
-    merger = merged * (merged + _number(tower, "out_hidden_size"))
+    layers = number(tower, "depth", "num_hidden_layers", "encoder_layers", "num_layers")
+    merged = width * number(tower, "spatial_merge_size") ** 2
+    merger = merged * (merged + number(tower, "out_hidden_size"))
     return layers * (4 * width**2 + 3 * width * inner) + merger
 
 
@@ -106,39 +93,38 @@ def _token_bytes(tower: Config, out: float) -> float:
     gates and products at once, and the result has the width of the language model.
     """
     width, inner = _width_and_inner(tower)
-    positions = _number(tower, "spatial_merge_size") ** 2 or 4
-    levels = tower.get("deepstack_visual_indexes")
-    outputs = 1 + (len(levels) if isinstance(levels, list) else 0)
-    out = _number(tower, "out_hidden_size", "output_dim") or out
-    return VALUE_BYTES * (positions * (4 * width + 3 * inner) + 2 * outputs * out)
+    positions = number(tower, "spatial_merge_size") ** 2 or 4
+    out = number(tower, "out_hidden_size", "output_dim") or out
+    outputs = outputs_per_token(tower) * out
+    return VALUE_BYTES * (positions * (4 * width + 3 * inner) + 2 * outputs)
 
 
 def _text_bytes(text: Config, config: Config) -> float:
     """Return the bytes of a language model with its embeddings."""
-    width, heads = _number(text, "hidden_size"), _number(text, "num_attention_heads")
-    head = _number(text, "head_dim") or (width / heads if heads else 0)
-    kv_heads = _number(text, "num_key_value_heads") or heads
-    experts = _number(text, "num_experts", "n_routed_experts", "num_local_experts")
-    inner = _number(text, "intermediate_size")
+    width, heads = number(text, "hidden_size"), number(text, "num_attention_heads")
+    head = number(text, "head_dim") or (width / heads if heads else 0)
+    kv_heads = number(text, "num_key_value_heads") or heads
+    experts = number(text, "num_experts", "n_routed_experts", "num_local_experts")
+    inner = number(text, "intermediate_size")
     if experts:
-        inner = experts * (_number(text, "moe_intermediate_size") or inner)
-        inner += _number(text, "shared_expert_intermediate_size")
+        inner = experts * (number(text, "moe_intermediate_size") or inner)
+        inner += number(text, "shared_expert_intermediate_size")
     layer = width * head * (2 * heads + 2 * kv_heads) + 3 * width * inner
     tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings", True))
-    embeddings = _number(text, "vocab_size") * width * (1 if tied else 2)
-    layers = _number(text, "num_hidden_layers") * layer
+    embeddings = number(text, "vocab_size") * width * (1 if tied else 2)
+    layers = number(text, "num_hidden_layers") * layer
     return layers * _weight_bits(text, config) / 8 + embeddings * VALUE_BYTES
 
 
 def _weight_bits(*configs: Config) -> float:
     """Return the bits of a weight of a linear layer."""
-    for quantized in (part for config in configs for part in _parts(config, "quantization_config")):
+    for quantized in (part for config in configs for part in parts(config, "quantization_config")):
         if "fp8" in str(quantized.get("quant_method")):
             return 8
         groups = quantized.get("config_groups")
         first: Any = next(iter(groups.values()), {}) if isinstance(groups, Mapping) else {}
         weights = first.get("weights") if isinstance(first, Mapping) else None
-        if bits := _number(quantized, "bits", "w_bit") or _number(weights or {}, "num_bits"):
+        if bits := number(quantized, "bits", "w_bit") or number(weights or {}, "num_bits"):
             return bits
     return 8 * VALUE_BYTES
 

@@ -28,6 +28,8 @@ DRAIN_S = 5
 """Drain time of the proxy in seconds when the fleet stops."""
 MOST = 65535
 LOOPBACK = "127.0.0.1"
+NIXL_STEP = 10
+"""Distance of the handshake ports of two instances: data-parallel ranks use the ports between."""
 
 
 def url_of(host: str, port: int) -> str:
@@ -145,10 +147,6 @@ class FleetPlan:
         stage = "prefill" if self.of_roles(Role.PREFILL) else "decode"
         addresses = ",".join(f"{engine.url}={engine.events_address}" for engine in publishing)
         return "--kv-events", f"--{stage}-balance", "content", "--kv-events-addrs", addresses
-
-
-NIXL_STEP = 10
-"""Distance of the handshake ports of two instances: data-parallel ranks use the ports between."""
 
 
 def _platform(settings: FleetSettings, environ: Mapping[str, str], *, dry_run: bool) -> Platform:

@@ -107,3 +107,9 @@ PLATFORMS: Mapping[str, Platform] = {platform.name: platform for platform in (CU
 def detect_platform(environ: Mapping[str, str], dev: Path = Path("/dev")) -> Platform:
     """Return CUDA if an NVIDIA device is visible, otherwise the CPU."""
     return CUDA if CUDA.visible_devices(environ, dev) else CPU
+
+
+def runs_on_cpu(device: str | None, environ: Mapping[str, str]) -> bool:
+    """Return whether instances run on the CPU, by a flag, its variable, or the visible devices."""
+    device = device or environ.get("DEVICE_PLATFORM")
+    return device.lower() == CPU.name if device else detect_platform(environ) is CPU

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from epd.tools.engine_ends import end_cause
 from epd.tools.up import parent
+from epd.tools.up.engine_ends import end_cause
 
 STOP_TIMEOUT_S = 20.0
 POLL_S = 0.25

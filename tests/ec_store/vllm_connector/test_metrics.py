@@ -17,7 +17,8 @@ from prometheus_client import (
 )
 
 from epd.routing.reports import writes_outputs
-from epd.tools.doctor.facts import Preparation, read_preparation
+from epd.tools.doctor.facts import Preparation
+from epd.tools.doctor.instances import read_preparation
 from tests.deploy.expressions import asked, queries
 from tests.deploy.tools import DASHBOARD, rules
 from tests.ec_store.vllm_connector.steps import Connect, put, settle

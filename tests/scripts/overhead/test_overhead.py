@@ -10,7 +10,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from epd.tools.bench.runs import machine
+from epd.tools.machine import machine
 from tests.paths import ROOT
 from tests.tools.up.processes import left, marked, new_mark, processes_of
 

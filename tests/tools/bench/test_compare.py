@@ -19,7 +19,6 @@ import pytest
 
 from epd.__main__ import main
 from epd.tools.bench.answer import Answer, read_answer
-from epd.tools.bench.compare import report
 from epd.tools.bench.compare.command import write_results
 from epd.tools.bench.compare.figures import Figures, figures_of
 from epd.tools.bench.compare.processors import CpuTime
@@ -262,6 +261,17 @@ def test_answers_are_compared_with_those_of_plain_vllm(tmp_path: Path) -> None:
     }
 
 
+def test_requests_of_a_trace_are_a_workload(tmp_path: Path) -> None:
+    trace = tmp_path / "mine.jsonl"
+    lines = [{"text_input": f"{n}?", "output_length": 4, "session_id": "s"} for n in range(3)]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    flags = ["--traces", str(trace), "--arms", "plain", "epd"]
+    arms = compare(tmp_path, *flags, behaviour={})["arms"]
+    for arm in arms.values():
+        assert {name: each["asked"] for name, each in arm["workloads"].items()} == {"mine": 3}
+    assert arms["epd"]["workloads"]["mine"]["equal"] == 3
+
+
 def test_flags_reach_each_epd_up_unchanged(tmp_path: Path) -> None:
     vllm = "--vllm-flags=--max-model-len 64 --compilation-config '{\"mode\": 0}'"
     up = ["--gpu-memory-utilization-pd", "0.6", vllm]
@@ -355,9 +365,7 @@ def test_failed_requests_fail_the_command(tmp_path: Path) -> None:
     assert results_in(tmp_path)["end"] == ""
 
 
-def test_figures_outlive_a_verdict_that_cannot_be_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_figures_outlive_a_verdict_that_cannot_be_made(tmp_path: Path) -> None:
     results = Results(
         command=[],
         started_at=datetime.now(UTC),
@@ -367,9 +375,8 @@ def test_figures_outlive_a_verdict_that_cannot_be_made(
         facts={},
         arms={"plain": ArmResult([], workloads={"text": figures()})},
     )
-    monkeypatch.setattr(report, "verdict", Mock(side_effect=KeyError))
     with pytest.raises(KeyError):
-        write_results(results, tmp_path)
+        write_results(results, tmp_path, Mock(side_effect=KeyError))
     assert results_in(tmp_path)["arms"]["plain"]["workloads"]["text"]["asked"] == 8
     assert results_in(tmp_path)["end"]
 

@@ -1,25 +1,20 @@
 """Pictures and conversations like those of VisionArena-Chat."""
 
 import statistics
-from base64 import b64decode
-from importlib.util import find_spec
 from io import BytesIO
-from pathlib import Path
 
-import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from epd.tools.bench.dataset import (
+from epd.tools.bench.pictures import (
     MAX_PIXELS,
     MIN_PIXELS,
     jpeg,
     question,
     rng,
     size,
-    vision_arena,
 )
 
 
@@ -57,25 +52,3 @@ def test_hardly_two_questions_are_the_same() -> None:
     firsts = {question(rng(seed)) for seed in range(1000)}
 
     assert len(firsts) > 990
-
-
-@pytest.mark.skipif(find_spec("datasets") is None, reason="datasets is not installed")
-def test_conversations_of_the_hub_become_requests(tmp_path: Path) -> None:
-    """A folder in the schema of VisionArena-Chat, with one picture in two conversations."""
-    hub = tmp_path / "hub" / "train"
-    hub.mkdir(parents=True)
-    contents = [jpeg(rng(number)) for number in range(2)]
-    rows = []
-    for number, picture in enumerate((0, 1, 0, 1)):
-        (hub / f"{picture}.jpg").write_bytes(contents[picture])
-        turns = [[{"role": "user", "content": f"{number}?"}], [{"role": "user", "content": "no"}]]
-        rows.append({"images_file_names": [f"{picture}.jpg"], "conversation": turns})
-    (hub / "metadata.jsonl").write_bytes(b"\n".join(map(orjson.dumps, rows)))
-
-    found = vision_arena(tmp_path, 3, str(hub.parent))
-    lines = [orjson.loads(line) for line in Path(found.path).read_bytes().splitlines()]
-    sent = [b64decode(*(url.partition(",")[2] for url in line["image_files"])) for line in lines]
-
-    assert [line["prompt"] for line in lines] == ["0?", "1?", "2?"]
-    assert sent == [contents[0], contents[1], contents[0]]
-    assert found.trace[0] == found.trace[2] != found.trace[1]

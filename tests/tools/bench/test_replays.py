@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.tools.bench.dataset import (
+from epd.tools.bench.pictures import rng
+from epd.tools.bench.replays import (
     NEW_IN_ARENA,
     POOL,
     REPLAYS,
     arena_trace,
     ideal_hit_rate,
     pool,
-    rng,
     seen_before,
     window_trace,
 )

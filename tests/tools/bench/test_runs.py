@@ -28,7 +28,7 @@ from epd.tools.bench.runs import (
 from epd.tools.bench.targets import BenchModel, BenchTarget, Items, parse_items
 
 TARGET = BenchTarget("epd", "http://h:1")
-DATASET = Dataset("local", "/data", ("a", "b", "a", "a"))
+DATASET = Dataset("local", "/data", (0, 1, 0, 0))
 NOTHING = Items(0, 0, 0, 0)
 COUNTED = Items(hits=2, encoded=2, local=0, encodes=2)
 

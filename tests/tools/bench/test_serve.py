@@ -16,7 +16,9 @@ from aiohttp.test_utils import TestServer
 
 from epd.__main__ import main
 from epd.tools.bench import serve
-from epd.tools.bench.dataset import local
+from epd.tools.bench.dataset import write_dataset
+from epd.tools.bench.pictures import jpeg, rng
+from epd.tools.bench.replays import window_trace
 from scripts.forked import SHARED_SERVER, vllm_server
 from tests.support.backed import Backed, caching
 from tests.support.fake_instance import FakeInstance, decodes, refuses
@@ -77,11 +79,11 @@ async def test_vllms_benchmark_sends_the_replay_and_each_picture_is_encoded_once
             *("--url", f"epd={fleet.url}", "--url", f"plain={plain.url}"),
             *("--tokenizer", models / "tiny-qwen2.5-vl", "--dataset", "window"),
             *("--num-prompts", "15", "--max-concurrency", "1", "--output-len", "3"),
-            *("--data-dir", tmp_path / "data", "--out", tmp_path / "out.json"),
+            *("--out", tmp_path / "out.json"),
         )
 
         assert code == 0, err
-        trace = local(tmp_path / "data", "window", 15, seed=0).trace
+        trace = window_trace(rng(0, "window"), 15)
         sent = first_pictures(fleet.d)
         assert [sent.index(uuid) for uuid in sent] == [trace.index(one) for one in trace]
     through, beside = json.loads((tmp_path / "out.json").read_bytes())["runs"]
@@ -109,7 +111,7 @@ async def test_a_fleet_that_answers_nothing_is_an_error_with_its_reason(
         fleet.d.chat = refuses(400, "no pictures today")
         flags: list[str | Path] = [
             *("--url", fleet.url, "--tokenizer", models / "tiny-qwen2.5-vl", "--output-len", "3"),
-            *("--dataset", "pool", "--num-prompts", "2", "--data-dir", tmp_path),
+            *("--dataset", "pool", "--num-prompts", "2"),
         ]
         code, _, err = await bench_with_vllm(*flags)
 
@@ -130,7 +132,7 @@ async def test_an_error_of_vllms_benchmark_is_shown(launch: Launch, tmp_path: Pa
     async with launch() as fleet:
         code, out, err = await bench_with_vllm(
             *("--url", fleet.url, "--tokenizer", tmp_path / "no-tokenizer", "--num-prompts", "1"),
-            *("--dataset", "local", "--data-dir", tmp_path),
+            *("--dataset", "local"),
         )
 
     assert code == 1
@@ -138,29 +140,18 @@ async def test_an_error_of_vllms_benchmark_is_shown(launch: Launch, tmp_path: Pa
     assert "no-tokenizer" in out
 
 
-def files_of(folder: Path) -> dict[Path, bytes]:
-    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*.jpg")}
+def test_a_longer_data_set_begins_like_a_shorter_one_of_its_seed(tmp_path: Path) -> None:
+    made = [
+        Path(write_dataset(tmp_path, "window", prompts, seed).path).read_bytes()
+        for prompts, seed in ((4, 1), (6, 1), (4, 2))
+    ]
 
-
-def test_a_data_set_is_the_same_wherever_it_is_made(tmp_path: Path) -> None:
-    for folder in ("one", "other"):
-        local(tmp_path / folder, "window", 6, seed=1)
-
-    assert files_of(tmp_path / "one") == files_of(tmp_path / "other")
-    local(tmp_path / "other", "window", 6, seed=2)
-    assert len(files_of(tmp_path / "other")) == 2 * len(files_of(tmp_path / "one"))
-
-
-def test_a_longer_data_set_keeps_the_pictures_of_a_shorter_one(tmp_path: Path) -> None:
-    short = local(tmp_path, "local", 4, seed=1)
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.jpg")}
-    longer = local(tmp_path, "local", 30, seed=1)
-
-    assert longer.trace[:4] == short.trace
-    assert {path: path.stat().st_mtime_ns for path in before} == before
-    rows = map(json.loads, Path(longer.path).read_text().splitlines())
-    sent = [b64decode(url.partition(",")[2]) for row in rows for url in row["image_files"]]
-    assert sent == [Path(longer.path).with_name(name).read_bytes() for name in longer.trace]
+    assert made[1].startswith(made[0])
+    assert made[2] != made[0]
+    rows = [json.loads(line) for line in made[1].splitlines()]
+    numbers = window_trace(rng(1, "window"), 6)
+    pictures = [row["image_files"] for row in rows]
+    assert [pictures.index(one) for one in pictures] == [numbers.index(one) for one in numbers]
 
 
 @needs_vllm
@@ -168,12 +159,12 @@ def test_vllm_sends_a_picture_as_it_is(tmp_path: Path) -> None:
     with warnings.catch_warnings(action="ignore"):
         from vllm.benchmarks.datasets import CustomImageDataset  # noqa: PLC0415 - needs vLLM
 
-    made = local(tmp_path, "local", 1, seed=1)
+    made = write_dataset(tmp_path, "local", 1, seed=1)
     sample = CustomImageDataset(dataset_path=made.path, disable_shuffle=True).sample(None, 1)
     kind, _, content = sample[0].multi_modal_data["image_url"]["url"].partition(",")
 
     assert kind == "data:image/jpeg;base64"
-    assert b64decode(content) == Path(made.path).with_name(*made.trace).read_bytes()
+    assert b64decode(content) == jpeg(rng(1, "local", "picture", 0))
 
 
 @pytest.mark.parametrize(
@@ -202,8 +193,8 @@ class TestBeforeItBegins:
     """Checks of the target before the benchmark starts."""
 
     @pytest.fixture
-    def flags(self, tmp_path: Path) -> list[str | Path]:
-        return ["--dataset", "pool", "--num-prompts", "1", "--data-dir", tmp_path]
+    def flags(self) -> list[str | Path]:
+        return ["--dataset", "pool", "--num-prompts", "1"]
 
     async def test_a_file_that_cannot_be_written(
         self, flags: list[str | Path], tmp_path: Path
@@ -249,15 +240,6 @@ class TestBeforeItBegins:
 
         assert code == 1
         assert "its answer is not JSON" in err
-
-    async def test_an_unreachable_hub_is_an_error_if_its_data_set_is_requested(
-        self, flags: list[str | Path]
-    ) -> None:
-        away = {"HF_ENDPOINT": NOBODY, "HF_HUB_OFFLINE": "0"}
-        code, _, err = await bench("--url", NOBODY, *flags, "--dataset", "visionarena", env=away)
-
-        assert code == 1
-        assert "VisionArena-Chat cannot be read" in err
 
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,6 @@ from epd.tools.doctor.facts import (
     Preparation,
     StoreFacts,
     Trial,
-    read_preparation,
 )
 from epd.tools.doctor.findings import (
     FAIL,
@@ -33,6 +32,7 @@ from epd.tools.doctor.findings import (
     worst_verdict,
 )
 from epd.tools.doctor.host import SOMAXCONN, read_host
+from epd.tools.doctor.instances import read_preparation
 from epd.tools.doctor.store import mount_of
 from tests.small_disk import small_disk
 
@@ -77,7 +77,6 @@ def bad(findings: Any) -> list[Finding]:
         ({"problem": "it cannot be reached"}, FAIL, "it cannot be reached"),
         ({"version": "0.31.2"}, WARN, "reports no ec_transfer_params"),
         ({"skew_s": -7.2}, WARN, "-7 s"),
-        ({"keeps_alive": False}, WARN, "closes idle connections"),
         ({"trials": {"encode": Trial("refused", 400)}}, FAIL, "encode: refused"),
     ],
 )
@@ -330,7 +329,7 @@ def test_mount_of_a_path_is_found_in_the_systems_table(tmp_path: Path) -> None:
 def test_settings_that_will_cause_trouble_are_found_without_an_instance(
     changes: dict[str, Any], subject: str
 ) -> None:
-    of_machine = {"umask": 0o077, "somaxconn": 4096, "has_forward_proxy": False}
+    of_machine = {"somaxconn": 4096, "has_forward_proxy": False}
     sound = {
         "host": "127.0.0.1",
         "media_fetch": "proxy",

@@ -21,7 +21,8 @@ from epd.tools.up.engine import Engine, FleetServer
 from epd.tools.up.host_memory import memory_url, private_folder, socket_folder
 from epd.tools.up.plan import FleetPlan, plan_fleet, url_of
 from epd.tools.up.platforms import CPU, CUDA, XPU, detect_platform
-from epd.tools.up.settings import FleetSettings, Topology
+from epd.tools.up.settings import FleetSettings
+from epd.tools.up.topology import Topology
 from tests.examples import scaled
 
 STORE = "file:///ec"

@@ -17,7 +17,8 @@ from epd.routing.instances import Role
 from epd.tools.up.engine import Engine
 from epd.tools.up.platforms import CPU
 from epd.tools.up.process import STOP_TIMEOUT_S, Process, ProcessDied, stop, wait_until_ready
-from epd.tools.up.settings import FleetSettings, Topology
+from epd.tools.up.settings import FleetSettings
+from epd.tools.up.topology import Topology
 from scripts.ports import free_ports
 from scripts.stack import Stack
 

@@ -566,7 +566,7 @@ def test_the_plan_of_the_readmes_fleets_is_for_cuda_without_a_device(command: st
 def test_a_fleet_that_does_not_fit_starts_nothing(tmp_path: Path) -> None:
     """The size of the model is that of its configuration, the device's what its driver reports."""
     smi = tmp_path / "nvidia-smi"
-    smi.write_text("#!/bin/sh\necho '0, GPU-aa, 24576'; echo '1, GPU-bb, [N/A]'\n")
+    smi.write_text("#!/bin/sh\necho '0, GPU-aa, 24576, A, 1'; echo '1, GPU-bb, [N/A], B, 1'\n")
     smi.chmod(0o755)
     wide = {"hidden_size": 8192, "num_hidden_layers": 60, "intermediate_size": 8192}
     tower = {"hidden_size": 1000, "depth": 1, "spatial_merge_size": 1}

@@ -5,6 +5,7 @@ import pytest
 from epd.tools.up.memory import VLLM_SHARE
 from epd.tools.up.plan import plan_fleet
 from epd.tools.up.settings import FleetSettings
+from epd.tools.up.vllm_flags import flag_value, overrides_config
 from tests.paths import MEDIA
 from tests.vllm_parser import needs_vllm, parsed
 
@@ -47,3 +48,27 @@ def test_vllm_accepts_every_flag_of_its_instances() -> None:
     assert [one[6] for one in known[:2]] == [0.01, VLLM_SHARE]
     assert all(one[7] for one in known)
     assert known[0][8] == 16384
+
+
+@pytest.mark.parametrize(
+    "flag",
+    ["--hf-overrides", "--hf_overrides={}", "--hf-overrides.text_config.a", "--config=f.yaml"],
+)
+def test_flags_after_which_the_file_does_not_describe_the_model(flag: str) -> None:
+    assert overrides_config(["--enforce-eager", flag])
+    assert not overrides_config(["--enforce-eager", "--dtype", "bfloat16"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "value"),
+    [
+        ([], None),
+        (["--revision"], None),
+        (["--revision", "a"], "a"),
+        (["--revision=a", "--x", "--revision", "b", "--y"], "b"),
+        (["--revision", "a", "--revision=b=c"], "b=c"),
+        (["--code-revision", "a"], None),
+    ],
+)
+def test_the_last_value_of_a_flag_counts(flags: list[str], value: str | None) -> None:
+    assert flag_value(flags, "--revision") == value

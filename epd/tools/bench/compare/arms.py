@@ -17,8 +17,8 @@ from epd.tools.bench.compare.load import MODEL
 from epd.tools.bench.compare.verdict import PLAIN
 from epd.tools.up.devices import LETTERS, parse_gpus
 from epd.tools.up.process import STOP_TIMEOUT_S, Process, stop, wait_until_ready
-from epd.tools.up.settings import Topology
 from epd.tools.up.stack import FRONT_STOP_TIMEOUT_S, STORE_STOP_TIMEOUT_S
+from epd.tools.up.topology import Topology
 from epd.tools.up.vllm_flags import flag_value
 
 EXAMPLE = "example"

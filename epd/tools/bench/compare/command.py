@@ -1,11 +1,13 @@
 """Command `epd bench compare`: its flags, and its arms one after the other."""
 
 import asyncio
+import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from math import inf
@@ -24,18 +26,31 @@ from epd.tools.bench.compare.arms import (
 )
 from epd.tools.bench.compare.figures import figures_of
 from epd.tools.bench.compare.load import run_workload, warm_up
+from epd.tools.bench.compare.page import page
 from epd.tools.bench.compare.processors import CpuTime
 from epd.tools.bench.compare.report import ArmResult, Results, facts
-from epd.tools.bench.compare.verdict import PLAIN
-from epd.tools.bench.compare.workloads import SCALES, WORKLOADS, Scale, Workload, warm_ups
+from epd.tools.bench.compare.traces import TraceInvalid, read_trace, trace_lines
+from epd.tools.bench.compare.verdict import PLAIN, Measured, verdict
+from epd.tools.bench.compare.workloads import (
+    SCALES,
+    WORKLOADS,
+    Question,
+    Scale,
+    Workload,
+    warm_ups,
+)
 from epd.tools.models import GENERATED, model_folder, write_model
+from epd.tools.up.platforms import runs_on_cpu
 from epd.tools.up.process import ProcessDied
 from epd.tools.up.signals import leave_contexts_on_signals
+from epd.tools.up.vllm_flags import flag_value
+from epd.tools.vllm_cpu.consent import FLAG, adapt_vllm
 
 DESCRIPTION = """\
 Start plain vLLM and fleets of this project on this machine, one after the other, send each the same
-requests, and say what to run, by how much, and where it loses. FOLDER/results.json and
-FOLDER/report.md are written after each workload: a run that is cut off keeps what it measured.
+requests, and say what to run, by how much, and where it loses. FOLDER/results.json,
+report.md and report.html, a page with plots, are written after each workload: a run that is cut off
+keeps what it measured.
 """
 EPILOG = (
     "example: epd bench compare --model M --gpus e=0,pd=0 -- --vllm-flags='--max-model-len 32768'; "
@@ -77,8 +92,24 @@ def _add_flags(add: Callable[..., Any]) -> None:
         "--workloads",
         nargs="+",
         choices=WORKLOADS,
-        default=[*WORKLOADS],
-        help="single: one request at a time; the others: several at once (default: all)",
+        default=[],
+        help="single: one request at a time; the others: several at once (default: all, without "
+        "--traces)",
+    )
+    add(
+        "--traces",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="FILE",
+        help="further workloads: requests in AIPerf's JSONL (mooncake_trace with messages or "
+        "text_input, or single_turn), sent by as many clients as the scale has",
+    )
+    add(
+        "--write-traces",
+        type=Path,
+        metavar="FOLDER",
+        help="write the workloads as AIPerf's JSONL (mooncake_trace) and measure nothing",
     )
     add("--scale", choices=SCALES, default="medium", help="size of the workloads (default: medium)")
     add("--gpus", metavar="DEVICES", help="as of `epd up`; each arm takes those of its stages")
@@ -118,6 +149,8 @@ def _run(  # noqa: PLR0913 - the command's flags
     generate: str | None,
     arms: Sequence[str],
     workloads: Sequence[str],
+    traces: Sequence[Path],
+    write_traces: Path | None,
     scale: str,
     gpus: str | None,
     example: Path | None,
@@ -126,16 +159,12 @@ def _run(  # noqa: PLR0913 - the command's flags
     tolerance: float,
     up: Sequence[str],
 ) -> None:
-    if model is None and generate is None:
-        sys.exit("epd bench compare: --model or --generate is required")
-    if EXAMPLE in arms and (example is None or not example.is_file()):
-        sys.exit("epd bench compare: --arms example needs --example FILE")
-    if not 0 <= time_limit < inf:
-        sys.exit(f"epd bench compare: --time-limit {time_limit} is not 0 or more seconds")
-    if gpus is not None:
-        _check_gpus(arms, gpus)
+    chosen = _workloads_or_exit(workloads, traces, SCALES[scale])
+    if write_traces is not None:
+        _write_traces(chosen, write_traces)
+        return
+    _check_flags(arms, model or generate, example, time_limit, gpus)
     arms = [arm for arm in ARMS if arm in arms]
-    workloads = [*dict.fromkeys(workloads)]
     leave_contexts_on_signals()
     # The alarm is an interrupt: every context then stops its servers.
     signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
@@ -151,6 +180,8 @@ def _run(  # noqa: PLR0913 - the command's flags
     signal.setitimer(signal.ITIMER_REAL, time_limit)
     try:
         out.mkdir(parents=True, exist_ok=True)
+        if runs_on_cpu(flag_value(up, "--device"), os.environ):
+            adapt_vllm("epd bench compare", allowed=FLAG in up)
         if generate is not None:
             _say(f"model {generate}: {folder}")
             write_model(generate, folder)
@@ -158,8 +189,8 @@ def _run(  # noqa: PLR0913 - the command's flags
             results,
             {arm: [*(gpus_of(arm, gpus) if gpus else ()), *up] for arm in arms},
             str(folder) if generate else model or "",
-            SCALES[scale],
-            workloads,
+            warm_ups(SCALES[scale]),
+            chosen,
             example,
             out,
         )
@@ -174,6 +205,50 @@ def _run(  # noqa: PLR0913 - the command's flags
     print(results.markdown())
     if results.end or results.has_failures():
         sys.exit(1)
+
+
+def _check_flags(
+    arms: Sequence[str],
+    model: str | None,
+    example: Path | None,
+    time_limit: float,
+    gpus: str | None,
+) -> None:
+    if model is None:
+        sys.exit("epd bench compare: --model or --generate is required")
+    if EXAMPLE in arms and (example is None or not example.is_file()):
+        sys.exit("epd bench compare: --arms example needs --example FILE")
+    if not 0 <= time_limit < inf:
+        sys.exit(f"epd bench compare: --time-limit {time_limit} is not 0 or more seconds")
+    if gpus is not None:
+        _check_gpus(arms, gpus)
+
+
+def _workloads_or_exit(
+    names: Sequence[str], traces: Sequence[Path], scale: Scale
+) -> Sequence[Workload]:
+    """Return the named workloads, or all of them without traces, and those of the traces."""
+    names = [*dict.fromkeys(names)] or ([] if traces else [*WORKLOADS])
+    workloads = [workload for name in names for workload in WORKLOADS[name](scale)]
+    for file in traces:
+        try:
+            with file.open("rb") as lines:
+                workloads.append(read_trace(file.stem, lines, file.parent, scale.at_once))
+        except (OSError, TraceInvalid) as error:
+            sys.exit(f"epd bench compare: --traces {file}: {error}")
+    return workloads
+
+
+def _write_traces(workloads: Sequence[Workload], folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for workload in workloads:
+            path = folder / (re.sub(r"\W+", "-", workload.name) + ".jsonl")
+            with path.open("wb") as file:
+                file.writelines(trace_lines(workload))
+            print(path)
+    except OSError as error:
+        sys.exit(f"epd bench compare: --write-traces {error}")
 
 
 def _check_gpus(arms: Sequence[str], gpus: str) -> None:
@@ -191,14 +266,13 @@ def _compare(  # noqa: PLR0913, PLR0917 - all that a comparison consists of
     results: Results,
     arms: dict[str, Sequence[str]],
     model: str,
-    scale: Scale,
-    names: Sequence[str],
+    questions: Sequence[Question],
+    workloads: Sequence[Workload],
     example: Path | None,
     out: Path,
 ) -> None:
     """Measure one arm after the other; one that does not start is left out."""
-    _say(f"workloads: {', '.join(names)}")
-    workloads = [workload for name in names for workload in WORKLOADS[name](scale)]
+    _say(f"workloads: {', '.join(workload.name for workload in workloads)}")
     expected: dict[str, Sequence[Answer]] = {}
     for name, flags in arms.items():
         result = results.arms[name] = ArmResult(flags)
@@ -206,7 +280,7 @@ def _compare(  # noqa: PLR0913, PLR0917 - all that a comparison consists of
         try:
             with running(name, model, flags, out / "logs", example, _say) as (url, processes):
                 result.ready_s = time.monotonic() - started_s
-                warned = asyncio.run(warm_up(url, warm_ups(scale), has_store=has_store(name)))
+                warned = asyncio.run(warm_up(url, questions, has_store=has_store(name)))
                 if warned:
                     result.error = warned
                     _say(f"{name}: {warned}")
@@ -253,12 +327,15 @@ def _measure(
     )
 
 
-def write_results(results: Results, out: Path) -> None:
-    """Write the figures, and then what is concluded from them."""
+def write_results(
+    results: Results, out: Path, judge: Callable[[Measured], Iterator[str]] = verdict
+) -> None:
+    """Write the figures, and then what `judge` concludes from them."""
     _replace(out / "results.json", results.json())
-    results.conclude()
+    results.verdict = [*judge(results.measured())]
     _replace(out / "results.json", results.json())
     _replace(out / "report.md", results.markdown().encode())
+    _replace(out / "report.html", page(results).encode())
 
 
 def _replace(path: Path, content: bytes) -> None:

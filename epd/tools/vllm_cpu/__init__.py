@@ -1,0 +1,1 @@
+"""Changes that an installed CPU build of vLLM needs: `changes` finds them, `consent` asks first."""
