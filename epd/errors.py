@@ -197,6 +197,20 @@ class ProxyError(Exception):
         """
         return self.answered == HTTPStatus.INTERNAL_SERVER_ERROR
 
+    def retry_delay_s(self, *, others: bool, patience_s: float = 0.0) -> float | None:
+        """Return the delay before the next request after this error; None for no further request.
+
+        `others` is whether there is an untried instance. If there is none, the proxy waits for a
+        `Retry-After` of at most `patience_s` seconds.
+        """
+        if not self.retryable:
+            return None
+        if others:
+            return 0.0
+        if self.rest_s is not None and self.rest_s <= patience_s:
+            return self.rest_s
+        return 0.0 if self.repeatable else None
+
     @property
     def rejects_request(self) -> bool:
         """Whether the request itself is invalid, so that no instance failed."""

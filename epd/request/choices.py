@@ -4,8 +4,8 @@ import re
 from collections.abc import Sequence
 from typing import Literal
 
-from epd.errors import BadRequest, NoInstance, RequestRefused
-from epd.request.recovery import Attempt, FailedAttempt
+from epd.errors import BadRequest, NoInstance, RequestRefused, Stage
+from epd.request.attempt import Attempt
 from epd.request.request import Request
 from epd.routing.balance import Choice
 from epd.routing.instances import ANSWERING, Instance, Role
@@ -33,16 +33,19 @@ class Choices:
         self._prefills = Choice(table, Role.PREFILL)
         self._decodes = Choice(table, *ANSWERING)
 
-    def has_untried(self, failure: FailedAttempt) -> bool:
-        """Return whether an eligible instance of the failed stage has not had the request.
+    def has_untried(
+        self, attempt: Attempt, stage: Stage, prefill: Instance | None, decode: Instance | None
+    ) -> bool:
+        """Return whether an instance of a failed stage has had the request in no attempt.
 
-        Neither a client's choice nor the prefill instance beside the proxy is replaced.
+        `prefill` and `decode` had it in this one. Neither a client's choice nor the prefill
+        instance beside the proxy is replaced.
         """
-        attempt = failure.attempt
-        if failure.at_prefill:
+        if stage == "prefill":
             beside = attempt.course.prefill_url is not None
-            return not beside and self._prefills.has_untried(failure.tried_prefills)
-        return attempt.client_decode is None and self._decodes.has_untried(failure.tried_decodes)
+            return not beside and self._prefills.has_untried(attempt.tried_prefills(prefill))
+        named = attempt.client_decode is not None
+        return not named and self._decodes.has_untried(attempt.tried_decodes(decode))
 
     def choose_prefill(self, attempt: Attempt, prefix: Prefix) -> Instance:
         """Return the prefill instance beside the proxy, or the best one of the table.

@@ -4,9 +4,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from epd.request.attempt import Attempt
 from epd.request.prefill_decode import needs_prefill
 from epd.request.prefix import request_prefix
-from epd.request.recovery import Attempt
 from epd.routing.instances import CONSUMERS, Role
 from epd.routing.namespaces import Namespaces
 from epd.routing.prefix import NO_PREFIX, Prefix

@@ -36,9 +36,9 @@ from epd.errors import (
     no_store,
 )
 from epd.request.encode_job import EncodeJob, PendingItem
+from epd.request.encode_retries import MAX_ENCODES, EncodeFailure, encode_delay_s
 from epd.request.item_tokens import TokenCounts, media_tokens
 from epd.request.placement import AT_CONSUMER, OVERLOADED, Placement
-from epd.request.recovery import MAX_ENCODES, EncodeFailure, encode_delay_s
 from epd.request.stages import Stages
 from epd.routing.balance import Choice
 from epd.routing.fatal import FatalRequests

@@ -15,7 +15,7 @@ from epd.conversations.conversations import Conversations
 from epd.conversations.prompts import PromptQuestion, prompt_of
 from epd.conversations.turn import AnsweredTurn, Basis, HeldBlocks, ReplyCapture, Turn
 from epd.errors import ProxyError, UpstreamDied, UpstreamTimeout
-from epd.request.recovery import Attempt
+from epd.request.attempt import Attempt
 from epd.request.request import Request
 from epd.request.stages import Stages
 from epd.routing.health import HealthState

@@ -10,6 +10,7 @@ from epd.encoder_cache.keys import Keys
 from epd.errors import NoInstance, ProxyError
 from epd.media.fetch import MediaFetcher
 from epd.policies.plan import Course, Facts
+from epd.request.attempt import Attempt
 from epd.request.choices import Choices
 from epd.request.early_choice import ANY_CONSUMER, EarlyChoice, Target
 from epd.request.encode import Encoder
@@ -17,18 +18,12 @@ from epd.request.encode_job import EncodeJob
 from epd.request.prefill_decode import DecodeAnswer, PrefillDecodeStages
 from epd.request.prefix import marked_prompt, request_prefix
 from epd.request.quarantine import Quarantine
-from epd.request.recovery import (
-    MAX_ATTEMPTS,
-    NO_PROMPT,
-    Attempt,
-    FailedAttempt,
-    next_attempt,
-)
+from epd.request.recovery import MAX_ATTEMPTS, NO_PROMPT, FailedAttempt, next_attempt
 from epd.request.request import Request
 from epd.request.request_media import keyed_request, media_prompt
 from epd.routing.fatal import FatalRequests
 from epd.routing.instances import ANSWERING, Instance, Role
-from epd.routing.retries import Retries, Tries
+from epd.routing.retries import Retries
 from epd.routing.table import InstanceTable, Work
 from epd.transfer.ec import ECTransfer
 from epd.transfer.encoded import EncodedItem, Prompt
@@ -72,25 +67,23 @@ class Pipeline:
         client_decode = self._choices.named_by_client(request)
         course = self._choose_course(request, client_decode)
         request = await self._keyed(request)
+        attempt = Attempt(request, course, client_decode)
         async with self._quarantine.context_for(request.watched):
             with ExitStack() as claims, self._retries.tries(MAX_ATTEMPTS) as tries:
-                result: DecodeAnswer | Attempt = Attempt(request, course, client_decode)
-                while isinstance(result, Attempt):
-                    result = await self._run_attempt(result, claims, tries)
+                while isinstance(result := await self._run_attempt(attempt, claims), FailedAttempt):
+                    if (following := next_attempt(result)) is None:
+                        raise result.error
+                    await tries.next_try(result.error)
+                    request.record.add_retry()
+                    attempt = following
                 if course.local:
                     result.claims = claims.pop_all()
                 return result
 
     async def _run_attempt(
-        self, attempt: Attempt, claims: ExitStack, tries: Tries
-    ) -> DecodeAnswer | Attempt:
-        """Send a request through its stages once: encode, prefill, decode.
-
-        Return decode's answer, or after a failure the next attempt, once it may begin.
-
-        Raises:
-            ProxyError: a step failed, and no attempt follows.
-        """
+        self, attempt: Attempt, claims: ExitStack
+    ) -> DecodeAnswer | FailedAttempt:
+        """Send a request through its stages once: encode, prefill, decode."""
         request, stages = attempt.request, self._prefill_decode
         target, prompt = ANY_CONSUMER, NO_PROMPT
         prefill, decode, reads_back = None, None, False
@@ -123,23 +116,8 @@ class Pipeline:
             # Prefill's blocks are released unless decode accepts this.
             return await stages.decode(attempt, prompt, decode, prefilled=prefilled)
         except ProxyError as error:
-            following = self._next_attempt(
-                FailedAttempt(attempt, error, prompt, prefill, decode, reads_back)
-            )
-            if following is None:
-                raise
-            await tries.next_try(error)
-            request.record.add_retry()
-            return following
-
-    def _next_attempt(self, failure: FailedAttempt) -> Attempt | None:
-        """Return the attempt that follows a failed one; None if the client gets the error."""
-        request = failure.attempt.request
-        if request.is_spent:
-            return None
-        others = self._choices.has_untried(failure)
-        local = request.config.on_prefill_failure == "local"
-        return next_attempt(failure._replace(others=others, may_prefill_locally=local))
+            others = self._choices.has_untried(attempt, error.stage, prefill, decode)
+            return FailedAttempt(attempt, error, others, prompt, prefill, decode, reads_back)
 
     async def encode(self, request: Request) -> list[EncodedItem]:
         """Encode the items of a request that asks for nothing else, and remember their keys.

@@ -11,10 +11,10 @@ from epd.aio import end_tasks, errors_of
 from epd.api.usage import Usage
 from epd.conversations.turn import AnsweredTurn
 from epd.errors import ProxyError, SuspectedFatal, UpstreamDied, slug_of
+from epd.request.attempt import Attempt
 from epd.request.choices import Choices
 from epd.request.kv_peers import PeerRegistry
 from epd.request.kv_readback import Readbacks
-from epd.request.recovery import Attempt
 from epd.request.releases import Releases
 from epd.request.request import Request
 from epd.request.stages import Stages, wait_beginning

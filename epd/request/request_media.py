@@ -8,8 +8,8 @@ from epd.api.prompts import BYTES_PER_TOKEN
 from epd.encoder_cache.keys import Keys
 from epd.media.fetch import MediaFetcher
 from epd.media.parts import inline_bytes
+from epd.request.attempt import Attempt, SendForm
 from epd.request.item_tokens import TYPICAL_TOKENS, media_tokens
-from epd.request.recovery import Attempt, SendForm
 from epd.request.request import Request
 from epd.routing.table import Work
 from epd.transfer.ec import ECTransfer
