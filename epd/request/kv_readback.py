@@ -23,7 +23,7 @@ from epd.routing.instances import ANSWERING, Instance
 from epd.routing.table import InstanceTable
 from epd.transfer import Params
 from epd.transfer.encoded import Prompt
-from epd.transfer.kv import Handover, KVTransfer, Prefilled
+from epd.transfer.kv import Handover, KVTransfer
 from epd.transfer.nixl import engine_of, shorten_params
 
 REST_S = 60.0
@@ -116,19 +116,19 @@ class Readbacks:
         attempt: Attempt,
         prompt: Prompt,
         decode: Instance,
-        prefilled: Prefilled | None,
+        handover: Handover | None,
     ) -> AnsweredTurn | None:
         """Return the turn of a request to decode; None outside a conversation.
 
-        Fields of the answer are extracted if decode continues a prefill of tokens.
+        Fields of the answer are extracted if decode continues an ended prefill of tokens.
         """
         request = attempt.request
         if (turn := request.turn) is None:
             return None
         prefill, basis, capture = None, None, None
-        if prefilled is not None:
-            prefill = prefilled.handover.prefill.url
-            if prefilled.has_ended is None and request.endpoint.tokenized:
+        if handover is not None:
+            prefill = handover.prefill.url
+            if not handover.concurrent and request.endpoint.tokenized:
                 capture = ReplyCapture(cut_tokens=not prompt.body.get("return_token_ids"))
             if capture is not None and self._transfer.bidirectional:
                 basis = _basis(prompt_of(prompt.body, request.endpoint.tokenized), attempt)

@@ -107,13 +107,12 @@ class Pipeline:
             prefill = first.instance
             handover = await stages.prepare(attempt, prompt, first)
             reads_back = handover.earlier is not None
-            prefilled = None
-            if not handover.concurrent:
-                prefilled = await stages.prefill(attempt, prompt, handover)
-            decode = handover.decode or self._choices.choose_decode(attempt, prompt.prefix, prefill)
-            if prefilled is None:
+            if handover.concurrent:
+                decode = stages.choose_decode(attempt, prompt, handover)
                 return await stages.prefill_and_decode(attempt, prompt, handover, decode)
-            # Prefill's blocks are released unless decode accepts this.
+            prefilled = await stages.prefill(attempt, prompt, handover)
+            # Prefill's blocks are released unless a decode instance accepts them.
+            decode = stages.choose_decode(attempt, prompt, handover, prefilled)
             return await stages.decode(attempt, prompt, decode, prefilled=prefilled)
         except ProxyError as error:
             others = self._choices.has_untried(attempt, error.stage, prefill, decode)
