@@ -209,6 +209,6 @@ def test_balance_chooses_the_encode_instance_unless_costs_are_compared() -> None
         for rule in (Cost(encode_below_pixels=1), Soonest())
     )
 
-    assert (static.place, static.instance) == ((False, "above_pixels", False), None)
+    assert (static.place, static.first_url) == ((False, "above_pixels", False), None)
     assert (compared.place, compared.at_consumer) == ((False, "cheaper", True), False)
-    assert compared.instance in {"http://e0:1", "http://e1:1"}
+    assert compared.first_url in {"http://e0:1", "http://e1:1"}
