@@ -165,10 +165,28 @@ class ProxyError(Exception):
 
         Several requests may share the original.
         """
-        located = type(self).__new__(type(self), *self.args)
-        located.__dict__.update(self.__dict__)
+        located = self._copy()
         located.param = param
         return located
+
+    def after(self, first: "ProxyError") -> Self:
+        """Return the error, whose message also names the request's first failure if it differs.
+
+        An instance's own message is left out: it may quote a prompt, and this one is logged.
+        """
+        answered = first.answered
+        cause = f"the {first.stage} instance answered {answered}" if answered else first.message
+        if self.status not in SPENT or self.answered is not None or cause == self.message:
+            return self
+        copy = self._copy()
+        copy.message = f"{self.message}; the first attempt failed: {cause}"
+        return copy
+
+    def _copy(self) -> Self:
+        copy = type(self).__new__(type(self), *self.args)
+        copy.__dict__.update(self.__dict__)
+        copy.__cause__ = self.__cause__
+        return copy
 
     @property
     def detail(self) -> dict[str, Any]:

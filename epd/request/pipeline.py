@@ -67,15 +67,15 @@ class Pipeline:
         client_decode = self._choices.named_by_client(request)
         course = self._choose_course(request, client_decode)
         request = await self._keyed(request)
-        attempt = Attempt(request, course, client_decode)
+        attempt, first_error = Attempt(request, course, client_decode), None
         async with self._quarantine.context_for(request.watched):
             with ExitStack() as claims, self._retries.tries(MAX_ATTEMPTS) as tries:
                 while isinstance(result := await self._run_attempt(attempt, claims), FailedAttempt):
                     if (following := next_attempt(result)) is None:
-                        raise result.error
+                        raise result.error.after(first_error or result.error)
                     await tries.next_try(result.error)
                     request.record.add_retry()
-                    attempt = following
+                    attempt, first_error = following, first_error or result.error
                 if course.local:
                     result.claims = claims.pop_all()
                 return result

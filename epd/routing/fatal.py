@@ -47,6 +47,9 @@ MAX_KINDS = 64
 MAX_TENANTS = 1024
 """Upper bound of tenants with remembered kinds and deaths."""
 
+Subject = tuple[str, str, str]
+"""What instances may have died of: a tenant, `body` or `item`, and the digest of either."""
+
 logger = structlog.get_logger("epd")
 
 
@@ -56,10 +59,6 @@ def fingerprint(raw: bytes | bytearray, seed: int) -> str:
     `seed` is that of this process, so that no client can construct a collision.
     """
     return xxh3_128_hexdigest(raw, seed)
-
-
-Subject = tuple[str, str, str]
-"""What instances may have died of: a tenant, `body` or `item`, and the digest of either."""
 
 
 @dataclass(slots=True)

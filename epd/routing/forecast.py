@@ -7,10 +7,10 @@ an encode too.
 
 from collections.abc import Callable, Sequence
 
-from epd.routing.encode_work import ASSUMED, Speed, mean_speed
 from epd.routing.instances import CONSUMERS, Instance, Role
 from epd.routing.load import Load
 from epd.routing.rendezvous import distances
+from epd.routing.speed import ASSUMED, Speed, mean_speed
 from epd.routing.table import InstanceTable
 
 

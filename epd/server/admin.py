@@ -15,7 +15,7 @@ from epd.config import ProxyConfig
 from epd.errors import Outcome, ProxyError, RequestRefused, Stage, UpstreamRejected
 from epd.json_or_none import json_or_none
 from epd.routing.balance import Choice
-from epd.routing.condition import UNANSWERED, WELL, WORST, Condition, condition
+from epd.routing.condition import Condition, condition
 from epd.routing.health import HealthState
 from epd.routing.instances import ANSWERING, Instance, Role
 from epd.routing.retries import Retries
@@ -146,7 +146,7 @@ class Admin:
             )
             entry["roles"].append(instance.role)
             entry["routing"][instance.role.value] = found
-            entry["state"] = max(entry["routing"].values(), key=WORST.index)
+            entry["state"] = max(entry["routing"].values(), key=[*Condition].index)
         missing = {name for name, state in clusters.items() if state == "unhealthy"}
         spared = missing <= self._replaceable()  # other stages may do their work
         return 200 if spared else 503, HealthPage(
@@ -262,6 +262,6 @@ def _profiler_status(result: Answer | ProxyError) -> ProfilerStatus:
 def _cluster_state(conditions: Sequence[Condition]) -> ClusterState:
     if not conditions:
         return "empty"
-    if WELL.issuperset(conditions):
+    if all(each.is_well for each in conditions):
         return "healthy"
-    return "unhealthy" if UNANSWERED.issuperset(conditions) else "degraded"
+    return "degraded" if any(each.answers for each in conditions) else "unhealthy"

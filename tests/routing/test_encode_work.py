@@ -5,10 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd.errors import UpstreamUnreachable
-from epd.routing.encode_work import EXPIRES_AFTER_S, EncodeWork, Speed, mean_speed
+from epd.routing.encode_work import EXPIRES_AFTER_S, EncodeWork
 from epd.routing.forecast import Forecast, encode_work_s
 from epd.routing.instances import Instance, Role
 from epd.routing.reports import Report
+from epd.routing.speed import Speed, mean_speed
 from epd.routing.table import InstanceTable, Work
 from tests.support.clock import Clock
 
