@@ -116,13 +116,11 @@ class Encoder:
                 outputs |= await self._leave_items(job, missing, self._claims, consumer_claims)
             elif missing:
                 placed = self._place_items(job, missing, outputs.values())
-                outputs |= {each.missing.item: _left(each) for each in placed if each.at_consumer}
-                sent = [each for each in placed if not each.at_consumer]
-                if len(sent) > 1:
-                    made = await gather_first(partial(self._encode_item, job), sent, AT_ONCE)
+                if len(placed) > 1:
+                    made = await gather_first(partial(self._encode_item, job), placed, AT_ONCE)
                 else:
-                    made = [await self._encode_item(job, each) for each in sent]
-                outputs |= {encoded_item.item: encoded_item for encoded_item in made}
+                    made = [await self._encode_item(job, placed[0])]
+                outputs |= zip([each.item for each in missing], made, strict=True)
         finally:
             if self._claims is not None:
                 self._claims.give_back(claimed_keys)
@@ -226,8 +224,9 @@ class Encoder:
             record.add_places([place.labels for place in places])
             if OVERLOADED in places:
                 record.add_degraded("encode-local")
-        for item in [each.missing.item for each in placed if not each.at_consumer]:
-            if not item.has_media:
+        for each in placed:
+            item = each.missing.item
+            if not (each.at_consumer or item.has_media):
                 raise UnknownMedia(
                     "no media are stored under this uuid; send them again", param=item.param_path
                 )
@@ -241,7 +240,7 @@ class Encoder:
         return self._claims is not None and key is not None and not self._claims.is_unused(key)
 
     async def _encode_item(self, job: EncodeJob, placed: PlacedItem) -> EncodedItem:
-        """Return an item after its encode, or leave it to prefill or decode.
+        """Return an item after its encode, or leave it to prefill or decode if its place is there.
 
         Requests that need an output at the same time share its encode. Two kinds of output are not
         shared: one that is pushed to a consumer, and one with a key that an engine makes.
@@ -250,6 +249,8 @@ class Encoder:
             ProxyError: the encode failed, and prefill or decode may not encode the item either.
         """
         item, record, key = placed.missing.item, job.request.record, placed.missing.output_key
+        if placed.at_consumer:
+            return _left(placed)
         try:
             if key is None or self._transfer.pushed:
                 return EncodedItem(item, await self._try_instances(job, placed), "encoded")
