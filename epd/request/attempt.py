@@ -43,7 +43,7 @@ class Attempt(NamedTuple):
         without_prefill: whether decode does prefill's work.
         encoded_items: an encoder output for each item, from this attempt or an earlier one; None
             before the first encode.
-        namespace: namespace of the consumer for which they were encoded, if known.
+        namespace: namespace of the consumer for which they were encoded, if encoded_item.
     """
 
     request: Request
@@ -69,7 +69,7 @@ class Attempt(NamedTuple):
         return self.avoided_decodes if chosen is None else (*self.avoided_decodes, chosen)
 
     @property
-    def local_identities(self) -> Sequence[str]:
+    def consumer_identities(self) -> Sequence[str]:
         """Identities of the items that prefill or decode encode themselves."""
         items = self.encoded_items or ()
-        return [known.item.identity for known in items if known.result == "local"]
+        return [each.item.identity for each in items if each.result == "local"]

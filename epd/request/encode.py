@@ -111,7 +111,7 @@ class Encoder:
         outputs, missing, claimed_keys = await self._look_up(job)
         try:
             record.wait_for("encode")
-            leaves = job.course.local and job.has_all_media
+            leaves = job.course.consumer_encodes and job.has_all_media
             if missing and leaves and self._claims is not None and consumer_claims is not None:
                 outputs |= await self._leave_items(job, missing, self._claims, consumer_claims)
             elif missing:
@@ -270,7 +270,7 @@ class Encoder:
         except ProxyError as failure:
             return self._fall_back(job, placed, failure)
         if made.item is not item:  # the result of another request
-            made = EncodedItem(item, made.encoded, "hit")
+            made = EncodedItem(item, made.facts, "hit")
         if made.result == "hit":
             record.add_wait()
         return made
@@ -288,15 +288,15 @@ class Encoder:
         if (hit := _hit(item, waited.entry)) is not None:
             return hit, None
         with waited.claim or nullcontext() as claim:
-            encoded = await self._try_instances(job, placed)
+            facts = await self._try_instances(job, placed)
             if claim is not None:
-                claim.end(entry_coming=encoded.identifier is not None)
-        if self._claims is not None and encoded.namespace is not None:
-            self._claims.cache.learn_namespace(key.model, encoded.namespace)
-        if encoded.identifier is not None:
-            self._identifiers.learn_identifier(key, encoded.identifier)
+                claim.end(entry_coming=facts.identifier is not None)
+        if self._claims is not None and facts.namespace is not None:
+            self._claims.cache.learn_namespace(key.model, facts.namespace)
+        if facts.identifier is not None:
+            self._identifiers.learn_identifier(key, facts.identifier)
         span = None if trace is None else trace.latest_child("encode", item)
-        return EncodedItem(item, encoded, "encoded"), span
+        return EncodedItem(item, facts, "encoded"), span
 
     async def _wait(self, job: EncodeJob, missing: MissingItem, limit_s: float) -> Waited:
         """Wait for the entry of an item, unless this request can use its claim to make it."""
@@ -408,7 +408,7 @@ class Encoder:
                 replied = await self._stages.encode(
                     instance, body, item, params, request, timeout_s
                 )
-                output = self._transfer.encoded(replied, params)
+                output = self._transfer.output_facts(replied, params)
         except UpstreamFailed as failure:
             request.doubts.add(failure, using, item)
             blamed = (item.identity,)

@@ -98,4 +98,4 @@ class PlacedItem(NamedTuple):
     @property
     def at_consumer(self) -> bool:
         """Whether prefill or decode encodes it."""
-        return self.place is not None and self.place.local
+        return self.place is not None and self.place.at_consumer

@@ -154,5 +154,5 @@ def _basis(question: PromptQuestion | None, attempt: Attempt) -> Basis | None:
     if question is None:
         return None
     items = attempt.encoded_items or ()
-    keys = [encoded.encoded.identifier or encoded.item.engine_name for encoded in items]
+    keys = [item.facts.identifier or item.item.engine_name for item in items]
     return None if None in keys else Basis(question.form, tuple(filter(None, keys)))

@@ -20,21 +20,21 @@ from epd.routing.namespaces import Namespaces
 from epd.routing.table import InstanceTable
 from epd.transfer.encoded import EncodedItem
 
-REQUIRED = ItemPlace(local=False, reason="required")
+REQUIRED = ItemPlace(at_consumer=False, reason="required")
 """Place of an item that a consumer must not encode: outputs are pushed, entries of the request may
 be lost, or an item of the request has no media, so that no item may be sent with its media."""
 
-BESIDE_STORED = ItemPlace(local=False, reason="beside_stored")
+BESIDE_STORED = ItemPlace(at_consumer=False, reason="beside_stored")
 """Place of an item beside one that is in the store. A consumer gets metadata only of all items of a
 request or of none: it would have to preprocess the stored ones too."""
 
-UNDER_WAY = ItemPlace(local=False, reason="under_way")
+UNDER_WAY = ItemPlace(at_consumer=False, reason="under_way")
 """Place of an item that is being encoded for another request."""
 
-OVERLOADED = ItemPlace(local=True, reason="overloaded")
+OVERLOADED = ItemPlace(at_consumer=True, reason="overloaded")
 """Place of an item that no encode instance is expected to encode in time."""
 
-AT_CONSUMER = ItemPlace(local=True, reason="no_encoder")
+AT_CONSUMER = ItemPlace(at_consumer=True, reason="no_encoder")
 """Place of an item if consumers encode all that is not in the store."""
 
 FITS_SHARE = 0.75
@@ -95,7 +95,7 @@ class Placement:
             placed = [each._replace(place=forced) for each in placed]
         elif rule is not None:
             placed = self._apply_rule(job, rule, placed, is_under_way)
-        if not job.course.local and self.may_leave(job) and not job.reencode:
+        if not job.course.consumer_encodes and self.may_leave(job) and not job.reencode:
             return self._shed(job, placed, is_under_way)
         return placed
 
@@ -129,12 +129,12 @@ class Placement:
                     stored=consumers_write and entry_key is not None,
                     encode_s=queue.finish_s(tokens) if queue is not None and measured else None,
                     own_s=tokens * token_s,
-                    local_queue_s=forecast.local_tokens * token_s,
-                    local_requests=forecast.local_requests,
+                    consumer_queue_s=forecast.consumer_tokens * token_s,
+                    consumer_requests=forecast.consumer_requests,
                 )
             )
             first_url = None
-            if place.local:
+            if place.at_consumer:
                 forecast.leave_item(tokens)
             elif queue is not None:
                 queue.add_item(tokens)
@@ -148,7 +148,7 @@ class Placement:
         if self._pushed or job.reencode or not job.has_all_media:
             return REQUIRED
         shrinks = job.request.config.decode_media == "metadata"
-        if shrinks and any(hit.encoded.metadata for hit in hits):
+        if shrinks and any(hit.facts.metadata for hit in hits):
             return BESIDE_STORED
         return None
 

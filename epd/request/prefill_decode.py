@@ -66,7 +66,7 @@ class DecodeAnswer:
         turn: the conversation turn; None for a request outside a conversation.
         usage: prefill's numbers for the client's answer; empty if decode prefilled.
         engine_died: whether the stream reported the death of its engine.
-        claims: claims of the entries that decode is writing; None for none.
+        consumer_claims: claims of the entries that decode is writing; None for none.
     """
 
     reply: Reply
@@ -76,14 +76,14 @@ class DecodeAnswer:
     _using: InFlight
     _fatal: FatalRequests
     _watched: Watched
-    _local_identities: Sequence[str]
+    _consumer_identities: Sequence[str]
     engine_died: bool = False
-    claims: ExitStack | None = None
+    consumer_claims: ExitStack | None = None
 
     def end_claims(self, error: BaseException | None = None) -> None:
         """End the claims of the items that decode encodes; without an error, it stores them."""
-        if self.claims is not None:
-            self.claims.__exit__(None, error, None)
+        if self.consumer_claims is not None:
+            self.consumer_claims.__exit__(None, error, None)
 
     def close(self, error: BaseException | None) -> None:
         """Close the answer, and judge its instance by the error."""
@@ -94,7 +94,7 @@ class DecodeAnswer:
         self._using.end_request(error)
         if error is None and self.engine_died:
             error = UpstreamDied("the engine died in its stream", stage="decode")
-        watched, items = self._watched, self._local_identities
+        watched, items = self._watched, self._consumer_identities
         if error is None:
             self._fatal.record_survival(watched, items)
         elif isinstance(error, ProxyError):
@@ -108,7 +108,7 @@ class DecodeAnswer:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PrefillDecodeStages:
+class PrefillDecode:
     """Runner of prefill and decode of an attempt."""
 
     _table: InstanceTable
@@ -258,7 +258,7 @@ class PrefillDecodeStages:
         using.record_answer()
         request.doubts.settle(instance)
         usage = prefilled.usage if isinstance(prefilled, Prefilled) else {}
-        watched, local = request.watched, attempt.local_identities
+        watched, local = request.watched, attempt.consumer_identities
         return DecodeAnswer(reply, timed.span, turn, usage, using, self._fatal, watched, local)
 
     async def _open(
@@ -329,7 +329,7 @@ class PrefillDecodeStages:
 
     def _final_error(self, attempt: Attempt, instance: Instance, error: ProxyError) -> ProxyError:
         """Return the final error of an attempt, after counting a death of its instance."""
-        watched, items = attempt.request.watched, attempt.local_identities
+        watched, items = attempt.request.watched, attempt.consumer_identities
         self._fatal.count_death(error, instance, watched, items)
         return self._fatal.final_error(error, instance, watched, items)
 

@@ -154,8 +154,8 @@ def host_and_ports(address: str, ports: int) -> list[str]:
     numbers = [number for port in found for number in port.split("+")]
     valid = all(PORT.fullmatch(number) and 0 < int(number) < 2**16 for number in numbers)
     if not valid or not HOST.fullmatch(host) or len(found) < ports:
-        wanted = "host" + ":port" * ports
-        raise ValueError(f"{address!r} is not an address such as {wanted}")
+        form = "host" + ":port" * ports
+        raise ValueError(f"{address!r} is not an address such as {form}")
     return [host, *found]
 
 
