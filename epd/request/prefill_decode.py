@@ -342,11 +342,15 @@ def _for_decode(request: Request, prefix: Prefix) -> Prefix:
     return prefix if request.config.decode_balance == "content" else NO_PREFIX
 
 
-async def wait_both(prefilling: asyncio.Task[Any], decoding: asyncio.Task[Any]) -> None:
+async def wait_both(
+    prefilling: asyncio.Task[Any],
+    decoding: asyncio.Task[Any],
+    dies_within_s: float = DIES_WITHIN_S,
+) -> None:
     """Wait for prefill and decode of one attempt. At a failure, end the other one.
 
-    If one of them dies of the request, the other may die a moment later. Its death is counted only
-    if its request is not cancelled before.
+    If one of them dies of the request, the other may die a moment later, within `dies_within_s`
+    seconds. Its death is counted only if its request is not cancelled before.
 
     Raises:
         ProxyError: a failure of one of them.
@@ -355,7 +359,7 @@ async def wait_both(prefilling: asyncio.Task[Any], decoding: asyncio.Task[Any]) 
     try:
         await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
         if any(isinstance(error, UpstreamDied | SuspectedFatal) for error in errors_of(both)):
-            await asyncio.wait(both, timeout=DIES_WITHIN_S)
+            await asyncio.wait(both, timeout=dies_within_s)
         errors = errors_of(both)
     finally:
         await end_tasks(both)

@@ -59,6 +59,7 @@ class Warmup:
 
     _encode: Encode
     _cache: EncoderCache | None
+    _stored_within_s: float = STORED_WITHIN_S
 
     async def push(self, make_request: Callable[[], Request]) -> MediaPage:
         """Return the answer to `POST /v1/media`, once all items are stored.
@@ -87,7 +88,7 @@ class Warmup:
     ) -> Mapping[str, EntryInfo]:
         identifiers = {encoded_item.facts.identifier for encoded_item in encoded_items}
         clock = asyncio.get_running_loop().time
-        deadline_s = clock() + STORED_WITHIN_S
+        deadline_s = clock() + self._stored_within_s
         while None not in identifiers and clock() < deadline_s:
             keys = {
                 EntryKey(namespace, str(encoded_item.facts.identifier))
