@@ -170,7 +170,7 @@ class ProxyError(Exception):
         return located
 
     def after(self, first: "ProxyError") -> Self:
-        """Return the error, whose message also names the request's first failure if it differs.
+        """Return the error; its message also names the request's first failure if it differs.
 
         An instance's own message is left out: it may quote a prompt, and this one is logged.
         """

@@ -69,7 +69,7 @@ class EncodeJob:
 
 
 class MissingItem(NamedTuple):
-    """Item of a request whose output is not in the store.
+    """Item of a request without an output in the store.
 
     Attributes:
         output_key: the output that it needs; None if an engine makes the item's key.

@@ -48,7 +48,7 @@ from tests.requests import image, request, text
 CONFIG = epd.ProxyConfig(encode_servers_urls=("http://e:1",), decode_servers_urls=("http://d:1",))
 FIRST = Attempt(Request("r", {}, CONFIG), Course())
 FAIL = Request("r", {}, CONFIG.model_copy(update={"on_prefill_failure": "fail"}))
-"""A request whose prompt decode may not prefill."""
+"""A request that decode may not prefill."""
 P1, P2 = (Instance(Role.PREFILL, f"http://p{number}:1") for number in (1, 2))
 D1, D2 = (Instance(Role.DECODE, f"http://d{number}:1") for number in (1, 2))
 
