@@ -120,7 +120,8 @@ class Encoder:
                     made = await gather_first(partial(self._encode_item, job), placed, AT_ONCE)
                 else:
                     made = [await self._encode_item(job, placed[0])]
-                outputs |= zip([each.item for each in missing], made, strict=True)
+                for encoded_item in made:
+                    outputs[encoded_item.item] = encoded_item
         finally:
             if self._claims is not None:
                 self._claims.give_back(claimed_keys)
@@ -204,22 +205,23 @@ class Encoder:
                 record.add_wait()
             else:
                 waits = False
-                tokens = self._placement.predict_tokens(job.request.body.get("model"), each.item)
-                left.append(PlacedItem(each, tokens))
+                left.append(PlacedItem(each, self._placement.predict_tokens(job, each.item)))
         if left:
             record.add_places([AT_CONSUMER.labels] * len(left))
         return hits | {each.missing.item: _left(each) for each in left}
 
     def _place_items(
         self, job: EncodeJob, missing: Sequence[MissingItem], hits: Iterable[EncodedItem]
-    ) -> list[PlacedItem]:
+    ) -> Sequence[PlacedItem]:
         """Return the missing items with their places.
 
         Raises:
             UnknownMedia: one of them has no media.
         """
         record = job.request.record
-        placed = self._placement.place_items(job, missing, hits, partial(self._is_under_way, job))
+        tokens, under_way = self._placement.predict_tokens, self._is_under_way
+        items = [PlacedItem(each, tokens(job, each.item), under_way(job, each)) for each in missing]
+        placed = self._placement.place_items(job, items, hits)
         if places := [each.place for each in placed if each.place is not None]:
             record.add_places([place.labels for place in places])
             if OVERLOADED in places:

@@ -86,12 +86,14 @@ class PlacedItem(NamedTuple):
 
     Attributes:
         tokens: predicted number of its encoder tokens.
+        under_way: whether another request or another proxy is making its output.
         place: where it is encoded; None without a policy that decides.
         first_url: URL of the encode instance that should encode it; None for any.
     """
 
     missing: MissingItem
     tokens: int
+    under_way: bool = False
     place: ItemPlace | None = None
     first_url: str | None = None
 

@@ -12,7 +12,7 @@ from functools import partial
 
 from epd.api.items import MMItem
 from epd.policies.plan import ItemFacts, ItemPlace, ItemRule
-from epd.request.encode_job import EncodeJob, MissingItem, PlacedItem
+from epd.request.encode_job import EncodeJob, PlacedItem
 from epd.request.item_tokens import TokenCounts
 from epd.routing.forecast import Forecast
 from epd.routing.instances import Instance
@@ -77,37 +77,24 @@ class Placement:
         return partial(self._namespaces.shares_namespace, namespace=job.namespace)
 
     def place_items(
-        self,
-        job: EncodeJob,
-        missing: Sequence[MissingItem],
-        hits: Iterable[EncodedItem] = (),
-        is_under_way: Callable[[MissingItem], bool] = lambda _: False,
-    ) -> list[PlacedItem]:
-        """Return the missing items of a request with their tokens and places.
-
-        `hits` are the request's other items. `is_under_way` tells whether an item's output is being
-        made for another request.
-        """
-        model = job.request.body.get("model")
-        placed = [PlacedItem(each, self.predict_tokens(model, each.item)) for each in missing]
+        self, job: EncodeJob, items: Sequence[PlacedItem], hits: Iterable[EncodedItem] = ()
+    ) -> Sequence[PlacedItem]:
+        """Return the missing items of a request in their places; `hits` are its other items."""
         rule = job.course.items
         if rule is not None and (forced := self._forced_place(job, hits)) is not None:
-            placed = [each._replace(place=forced) for each in placed]
+            items = [each._replace(place=forced) for each in items]
         elif rule is not None:
-            placed = self._apply_rule(job, rule, placed, is_under_way)
+            items = self._apply_rule(job, rule, items)
         if not job.course.consumer_encodes and self.may_leave(job) and not job.reencode:
-            return self._shed(job, placed, is_under_way)
-        return placed
+            return self._shed(job, items)
+        return items
 
-    def predict_tokens(self, model: str | None, item: MMItem) -> int:
+    def predict_tokens(self, job: EncodeJob, item: MMItem) -> int:
+        model = job.request.body.get("model")
         return self._token_counts.predict_tokens(model, item.modality, item.pixels)
 
     def _apply_rule(
-        self,
-        job: EncodeJob,
-        rule: ItemRule,
-        items: Sequence[PlacedItem],
-        is_under_way: Callable[[MissingItem], bool],
+        self, job: EncodeJob, rule: ItemRule, items: Sequence[PlacedItem]
     ) -> list[PlacedItem]:
         """Place items by a rule. Each one then counts in the forecast of the next."""
         forecast = self._forecast(job)
@@ -115,7 +102,7 @@ class Placement:
         placed: list[PlacedItem] = []
         for each in items:
             (item, _, entry_key), tokens = each.missing, each.tokens
-            if is_under_way(each.missing):
+            if each.under_way:
                 placed.append(each._replace(place=UNDER_WAY))
                 continue
             queue = forecast.best_queue(tokens, item.identity)
@@ -152,12 +139,7 @@ class Placement:
             return BESIDE_STORED
         return None
 
-    def _shed(
-        self,
-        job: EncodeJob,
-        items: list[PlacedItem],
-        is_under_way: Callable[[MissingItem], bool],
-    ) -> list[PlacedItem]:
+    def _shed(self, job: EncodeJob, items: Sequence[PlacedItem]) -> Sequence[PlacedItem]:
         """Leave the items to the consumer that no encode instance is expected to encode in time.
 
         A first try has half of `--encode-timeout-s` if there are several instances. Predictions
@@ -175,7 +157,7 @@ class Placement:
         for each in items:
             place = each.place
             queue = forecast.best_queue(each.tokens, each.missing.item.identity)
-            if queue is not None and not each.at_consumer and not is_under_way(each.missing):
+            if queue is not None and not (each.at_consumer or each.under_way):
                 if queue.finish_s(each.tokens) > limit_s:
                     place = OVERLOADED
                 else:

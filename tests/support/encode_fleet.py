@@ -142,7 +142,9 @@ class EncodeFleet:
         )
         request = Request("r", {}, CONFIG, body={"model": "m"}, items=[item])
         job = EncodeJob(request, Course(items=self.rule))
-        [placed] = self._placement.place_items(job, [MissingItem(item, None, EntryKey("n", "key"))])
+        missing = MissingItem(item, None, EntryKey("n", "key"))
+        arrived = PlacedItem(missing, self._placement.predict_tokens(job, item))
+        [placed] = self._placement.place_items(job, [arrived])
         return placed
 
     def _encoded(self, asked: Asked, using: InFlight) -> None:
