@@ -165,10 +165,28 @@ class ProxyError(Exception):
 
         Several requests may share the original.
         """
-        located = type(self).__new__(type(self), *self.args)
-        located.__dict__.update(self.__dict__)
+        located = self._copy()
         located.param = param
         return located
+
+    def after(self, first: "ProxyError") -> Self:
+        """Return the error; its message also names the request's first failure if it differs.
+
+        An instance's own message is left out: it may quote a prompt, and this one is logged.
+        """
+        answered = first.answered
+        cause = f"the {first.stage} instance answered {answered}" if answered else first.message
+        if self.status not in SPENT or self.answered is not None or cause == self.message:
+            return self
+        copy = self._copy()
+        copy.message = f"{self.message}; the first attempt failed: {cause}"
+        return copy
+
+    def _copy(self) -> Self:
+        copy = type(self).__new__(type(self), *self.args)
+        copy.__dict__.update(self.__dict__)
+        copy.__cause__ = self.__cause__
+        return copy
 
     @property
     def detail(self) -> dict[str, Any]:
@@ -196,6 +214,20 @@ class ProxyError(Exception):
         that.
         """
         return self.answered == HTTPStatus.INTERNAL_SERVER_ERROR
+
+    def retry_delay_s(self, *, others: bool, patience_s: float = 0.0) -> float | None:
+        """Return the delay before the next request after this error; None for no further request.
+
+        `others` is whether there is an untried instance. If there is none, the proxy waits for a
+        `Retry-After` of at most `patience_s` seconds.
+        """
+        if not self.retryable:
+            return None
+        if others:
+            return 0.0
+        if self.rest_s is not None and self.rest_s <= patience_s:
+            return self.rest_s
+        return 0.0 if self.repeatable else None
 
     @property
     def rejects_request(self) -> bool:

@@ -1,4 +1,4 @@
-"""Write the recovery tables of `epd.request.recovery` into docs/decisions/011-trying-again.md.
+"""Write the tables of `epd.request.recovery` and `encode_retries` into their document.
 
 python scripts/recovery_table.py          writes both tables
 python scripts/recovery_table.py --check  fails if a table is out of date
@@ -6,13 +6,13 @@ python scripts/recovery_table.py --check  fails if a table is out of date
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
-from epd.request.recovery import ENCODE_RULES, RULES, Rule
+from epd.request.encode_retries import ENCODE_RULES, EncodeRule
+from epd.request.recovery import RULES, Rule
 from scripts.generated import DOCS, write_or_check
 
 DOCUMENT = DOCS / "decisions/011-trying-again.md"
-TABLES: dict[str, Sequence[Rule[Any, Any]]] = {"request": RULES, "item": ENCODE_RULES}
+TABLES: dict[str, Sequence[Rule | EncodeRule]] = {"request": RULES, "item": ENCODE_RULES}
 PLACE = re.compile(r"(<!-- recovery of (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
@@ -24,7 +24,7 @@ def main() -> None:
     )
 
 
-def table(rules: Sequence[Rule[Any, Any]]) -> str:
+def table(rules: Sequence[Rule | EncodeRule]) -> str:
     """Return the rows of a table in Markdown, numbered in their order."""
     rows = [
         f"| {number} | {rule.condition} | {rule.follows} |" for number, rule in enumerate(rules, 1)

@@ -2,15 +2,15 @@
 
 An entry is made by an encode request, or by the consumer of a request that encodes and writes it.
 Of the proxies on a store, only the one with the claim makes an entry; of its requests, only one at
-a time takes the claim. All others wait for the entry. A claim is a hint: any failure costs at most
+a time uses the claim. All others wait for the entry. A claim is a hint: any failure costs at most
 a second encode. The life of a missing entry:
 
     call                 afterwards
-    Claims.look_up       the proxy has its claim, which is free; or another proxy has it
-    Claims.take          the claim is that of one request, which makes the entry
-    Claims.wait          the entry is stored; or the claim was released, and is taken
+    Claims.look_up       the proxy has its claim, which is unused; or another proxy has it
+    Claims.use           one request uses the claim: it makes the entry
+    Claims.wait          the entry is stored; or the claim was released, and this request uses it
     Claim.end            the claim is released: at once, or when the entry should be stored
-    Claims.give_back     the claim is released, if no request has taken it
+    Claims.give_back     the claim is released, if no request uses it
 """
 
 import asyncio
@@ -69,10 +69,10 @@ class Lookup(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Claim:
-    """Claim of this proxy, of a missing entry. The request that takes it uses it as a context.
+    """Claim of this proxy, of a missing entry. The request that makes the entry enters it.
 
     Attributes:
-        release_s: time of its release: None while it is free, infinite while a maker has it.
+        release_s: time of its release: None while it is unused, infinite while a request uses it.
     """
 
     _claims: "Claims"
@@ -94,6 +94,16 @@ class Claim:
         else:
             self.release_s = None
             self._claims.give_back([self._key])
+
+
+class Waited(NamedTuple):
+    """Result of a wait for an entry that others make: the entry, or the claim to make it, if any.
+
+    With neither, the request makes the entry without a claim.
+    """
+
+    entry: EntryInfo | None = None
+    claim: Claim | None = None
 
 
 class Claims:
@@ -124,11 +134,11 @@ class Claims:
         self._claims: dict[EntryKey, Claim] = {}
         # When entries that were made should have been stored; without those that were found.
         self._due_s: BoundedDict[EntryKey, float] = BoundedDict(MAX_ENTRIES)
-        self._polls: Flights[EntryKey, EntryInfo | Literal["free"] | None] = Flights()
+        self._polls: Flights[EntryKey, EntryInfo | Literal["unused"] | None] = Flights()
         self._tending = False
 
     async def look_up(self, keys: Sequence[EntryKey], *, patient: bool = False) -> Lookup:
-        """Look up entries, and claim the missing ones; `give_back` releases those not taken.
+        """Look up entries, and claim the missing ones; `give_back` releases those not used.
 
         A `patient` lookup is for a request that cannot do without an answer. Missing entries that
         this proxy has all claimed are not claimed again.
@@ -177,8 +187,8 @@ class Claims:
             if unused := [key for key in claimed_keys if key not in self._claims]:
                 await store.release(unused, self._owner)
 
-    def is_free(self, key: EntryKey) -> bool:
-        """Return whether this proxy has the claim of an entry, and no maker has taken it."""
+    def is_unused(self, key: EntryKey) -> bool:
+        """Return whether this proxy has the claim of an entry, and no request uses it."""
         claim = self._claims.get(key)
         return claim is not None and claim.release_s is None
 
@@ -190,41 +200,41 @@ class Claims:
         late_s = asyncio.get_running_loop().time() - self._due_s.get(key, inf)
         return 0 <= late_s < LATE_S
 
-    def take(self, key: EntryKey) -> Claim | None:
-        """Take the claim of an entry for its maker; None if it is not free."""
-        if not self.is_free(key):
+    def use(self, key: EntryKey) -> Claim | None:
+        """Return the claim of an entry for the request that makes it; None if it is not unused."""
+        if not self.is_unused(key):
             return None
         claim = self._claims[key]
         claim.release_s = inf
         return claim
 
-    async def wait(self, key: EntryKey, limit_s: float) -> EntryInfo | Claim | None:
+    async def wait(self, key: EntryKey, limit_s: float) -> Waited:
         """Return an entry that others make, as soon as it is stored.
 
-        Otherwise the caller makes it: with the claim if the other maker failed, and without (None)
-        if the store does not answer, or if the entry did not appear in time. Such an entry is late,
-        and for `LATE_S` no request begins to wait for it.
+        Otherwise the caller makes it: with the claim if the other maker failed, and without if the
+        store does not answer, or if the entry did not appear in time. Such an entry is late, and
+        for `LATE_S` no request begins to wait for it.
         """
         if self.is_late(key):
-            return None
+            return Waited()
         try:
             async with asyncio.timeout(limit_s):
                 while True:
-                    if (claim := self.take(key)) is not None:
-                        return claim
+                    if (claim := self.use(key)) is not None:
+                        return Waited(claim=claim)
                     # All waits of this proxy for one entry share their lookups.
                     polled = await self._polls.join(key, partial(self._poll, key))
-                    if polled != "free":
-                        return polled
+                    if polled != "unused":
+                        return Waited(polled)
         except TimeoutError:
             if limit_s > self.consumer_wait_s / 2:  # else it was the request that had no time
                 self._due_s[key] = asyncio.get_running_loop().time()
         finally:
             self.give_back([key])
-        return None
+        return Waited()
 
-    async def _poll(self, key: EntryKey) -> EntryInfo | Literal["free"] | None:
-        """Return an entry once it is stored, or "free" once its claim is free.
+    async def _poll(self, key: EntryKey) -> EntryInfo | Literal["unused"] | None:
+        """Return an entry once it is stored, or "unused" once this proxy has its claim unused.
 
         None: the store does not answer, or takes no claims, so that it is not known whether anyone
         makes the entry.
@@ -235,8 +245,8 @@ class Claims:
             entry = (lookup.found or {}).get(key)
             if entry is not None or lookup.claimed_keys is None:
                 return entry
-            if self.is_free(key):
-                return "free"
+            if self.is_unused(key):
+                return "unused"
             await asyncio.sleep(next(delays_s, POLL_S[-1]))
 
     def expect_entry(self, key: EntryKey) -> float:
@@ -245,15 +255,12 @@ class Claims:
         return self._due_s[key]
 
     def give_back(self, keys: Iterable[EntryKey]) -> None:
-        """Release claims that no maker has taken."""
-        free = [key for key in keys if self.is_free(key)]
-        for key in free:
+        """Release claims that no request uses."""
+        unused = [key for key in keys if self.is_unused(key)]
+        for key in unused:
             del self._claims[key]
-        self._release(free)
-
-    def _release(self, keys: Sequence[EntryKey]) -> None:
-        if keys:
-            self.cache.run_later(self.cache.release(keys, self._owner))
+        if unused:
+            self.cache.run_later(self.cache.release(unused, self._owner))
 
     async def _renew_and_release(self) -> None:
         clock = asyncio.get_running_loop().time

@@ -184,8 +184,10 @@ class EncoderCache:
 
     def namespace(self, model: str | None) -> str | None:
         """Return the store's namespace of a served model; None if unknown."""
-        if model is not None and (own := self._namespaces.get(model) or self._learned.get(model)):
-            return own
+        if model is not None:
+            namespace = self._namespaces.get(model) or self._learned.get(model)
+            if namespace:
+                return namespace
         # An adapter has the namespace of its model, and vLLM accepts a request without a model. It
         # is unambiguous if there is only one namespace.
         known = set(self._namespaces.values())

@@ -134,8 +134,8 @@ def with_salt(body: Body, scope: Scope) -> Body:
     salt = body.get("cache_salt")
     if salt is not None and not (isinstance(salt, str) and salt):
         raise BadRequest("cache_salt must be a non-empty string", param="cache_salt")
-    own = () if salt is None else (salt.encode(),)
-    return {**body, "cache_salt": _digest(scope, b"salt", *own)}
+    client_salt = () if salt is None else (salt.encode(),)
+    return {**body, "cache_salt": _digest(scope, b"salt", *client_salt)}
 
 
 def _digest(scope: Scope, purpose: bytes, *parts: bytes) -> str:

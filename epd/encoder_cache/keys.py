@@ -54,7 +54,7 @@ class Keys:
             UnknownMedia: a client's name is unknown.
             RequestRefused: 503, the store with the names did not answer.
         """
-        named: dict[MMItem, str] = {}
+        uuids: dict[MMItem, str] = {}
         inline: dict[MMItem, Inline] = {}
         paths: dict[str, str] = {}
         for item in items:
@@ -62,12 +62,12 @@ class Keys:
             if isinstance(media, Inline):
                 inline[item] = media
             elif isinstance(media, Known):
-                named[item] = media.uuid
+                uuids[item] = media.uuid
             elif media.path is not None:
                 paths[item.media_param] = media.path
         if paths:
             await self._check_files(paths, config)
-        keyed = await self._named_items(body, named, tenant, config) if named else {}
+        keyed = await self._named_items(body, uuids, tenant, config) if uuids else {}
         scope = config.scope_of(tenant)
         if sum([len(media.base64) for media in inline.values()]) > IN_THREAD:
             keyed |= await asyncio.to_thread(_content_keys, scope, inline, config)
@@ -95,13 +95,13 @@ class Keys:
             raise MediaFetchFailed("the file system of the file:// media did not answer") from None
 
     async def remember_names(
-        self, body: Body, encoded: Sequence[EncodedItem], tenant: Tenant, config: ConfigFields
+        self, body: Body, encoded_items: Sequence[EncodedItem], tenant: Tenant, config: ConfigFields
     ) -> None:
         """Let clients name their media by the uuid that they sent or the key in the answer.
 
         A name of other media is forgotten if its new item cannot be referenced by name.
         """
-        for encoded_item in encoded:
+        for encoded_item in encoded_items:
             key = metadata_uuid(encoded_item, body)
             if encoded_item.result == "local" and encoded_item.item.modality in METADATA_ONLY:
                 # Its consumer may write the entry. Until then, the name alone is refused.

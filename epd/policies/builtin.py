@@ -57,7 +57,7 @@ class EncodeLocal:
 
     def course(self, facts: Facts) -> Course | None:
         usual = _usual_course(facts)
-        return usual and usual._replace(local=True)
+        return usual and usual._replace(consumer_encodes=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,13 +139,13 @@ class Cost:
 
     def place_item(self, facts: ItemFacts) -> ItemPlace:
         if not facts.stored:
-            return ItemPlace(local=False, reason="unsaved")
+            return ItemPlace(at_consumer=False, reason="unsaved")
         if self.encode_below_pixels:
             if not facts.pixels:
-                return ItemPlace(local=False, reason="unknown_size")
+                return ItemPlace(at_consumer=False, reason="unknown_size")
             small = facts.pixels < self.encode_below_pixels
             return ItemPlace(small, "below_pixels" if small else "above_pixels")
         if facts.encode_s is None:
-            return ItemPlace(local=False, reason="unmeasured")
-        local_s = facts.local_queue_s + facts.own_s * (1 + facts.local_requests)
-        return ItemPlace(local_s <= facts.encode_s, "cheaper", soonest=True)
+            return ItemPlace(at_consumer=False, reason="unmeasured")
+        consumer_s = facts.consumer_queue_s + facts.own_s * (1 + facts.consumer_requests)
+        return ItemPlace(consumer_s <= facts.encode_s, "cheaper", soonest=True)

@@ -49,9 +49,9 @@ class ItemFacts:
         encode_s: predicted seconds until an encode instance has encoded it, with its queue; None if
             the speed of all encode instances is unknown.
         own_s: the part of `encode_s` for the item's own tokens.
-        local_queue_s: predicted seconds of the encodes before it at the consumer, at the same
+        consumer_queue_s: predicted seconds of the encodes before it at the consumer, at the same
             speed.
-        local_requests: number of requests that wait or run at the consumer.
+        consumer_requests: number of requests that wait or run at the consumer.
     """
 
     modality: str
@@ -60,28 +60,28 @@ class ItemFacts:
     stored: bool
     encode_s: float | None
     own_s: float
-    local_queue_s: float
-    local_requests: float
+    consumer_queue_s: float
+    consumer_requests: float
 
 
 class ItemPlace(NamedTuple):
     """The place where a media item is encoded.
 
     Attributes:
-        local: whether prefill or decode encodes it, and not an encode instance.
+        at_consumer: whether prefill or decode encodes it, and not an encode instance.
         reason: reason, a label of metrics; one of few.
         soonest: whether it is encoded by the encode instance with the shortest predicted time, and
             not by the one that `--encode-balance` chooses.
     """
 
-    local: bool
+    at_consumer: bool
     reason: str
     soonest: bool = False
 
     @property
     def labels(self) -> tuple[str, str]:
         """The place, `local` or `encode`, and the reason, as metrics name them."""
-        return "local" if self.local else "encode", self.reason
+        return "local" if self.at_consumer else "encode", self.reason
 
 
 class ItemRule(Protocol):
@@ -99,15 +99,15 @@ class Course(NamedTuple):
         prefill: whether a prefill instance does prefill's part; else decode does both.
         prefill_url: URL of the only eligible prefill instance; None for any.
         items: decides which items the encode stage leaves to prefill or decode; None for none.
-        local: whether prefill or decode encodes all items that are not in the store, and writes
-            them to it.
+        consumer_encodes: whether prefill or decode encodes all items that are not in the store, and
+            writes them to it.
     """
 
     encode: bool = True
     prefill: bool = True
     prefill_url: str | None = None
     items: ItemRule | None = None
-    local: bool = False
+    consumer_encodes: bool = False
 
 
 class Policy(Protocol):

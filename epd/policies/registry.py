@@ -116,9 +116,13 @@ class Policies:
             if decided is None:
                 continue
             served, (name, course) = True, decided
-            if items and course.encode and not course.local and Role.ENCODE not in roles:
+            if items and course.encode and not course.consumer_encodes and Role.ENCODE not in roles:
                 raise PolicyInvalid(f"{name} sends media to encode instances, but there are none")
-            if items and pushed and (not course.encode or course.local or course.items is not None):
+            if (
+                items
+                and pushed
+                and (not course.encode or course.consumer_encodes or course.items is not None)
+            ):
                 skips = "skips" if not course.encode else "may skip"
                 raise PolicyInvalid(
                     f"{name} {skips} the encode stage, but with this --ec-transfer consumers wait "

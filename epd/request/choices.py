@@ -4,8 +4,8 @@ import re
 from collections.abc import Sequence
 from typing import Literal
 
-from epd.errors import BadRequest, NoInstance, RequestRefused
-from epd.request.recovery import Attempt, FailedAttempt
+from epd.errors import BadRequest, NoInstance, RequestRefused, Stage
+from epd.request.attempt import Attempt
 from epd.request.request import Request
 from epd.routing.balance import Choice
 from epd.routing.instances import ANSWERING, Instance, Role
@@ -14,7 +14,7 @@ from epd.routing.recent_items import BY_CONTENT, RecentItems
 from epd.routing.table import InstanceTable
 from epd.routing.urls import is_allowed, service_url
 
-NAMED = re.compile(r"https?://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]+)?")
+CLIENT_URL = re.compile(r"https?://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]+)?")
 """Valid URLs of an instance outside the table. A URL with a path is rejected, and so is a host that
 parsers could read in two ways."""
 
@@ -33,16 +33,19 @@ class Choices:
         self._prefills = Choice(table, Role.PREFILL)
         self._decodes = Choice(table, *ANSWERING)
 
-    def has_untried(self, failure: FailedAttempt) -> bool:
-        """Return whether an eligible instance of the failed stage has not had the request.
+    def has_untried(
+        self, attempt: Attempt, stage: Stage, prefill: Instance | None, decode: Instance | None
+    ) -> bool:
+        """Return whether an instance of a failed stage has had the request in no attempt.
 
-        Neither a client's choice nor the prefill instance beside the proxy is replaced.
+        `prefill` and `decode` had it in this one. Neither a client's choice nor the prefill
+        instance beside the proxy is replaced.
         """
-        attempt = failure.attempt
-        if failure.at_prefill:
+        if stage == "prefill":
             beside = attempt.course.prefill_url is not None
-            return not beside and self._prefills.has_untried(failure.tried_prefills)
-        return attempt.client_decode is None and self._decodes.has_untried(failure.tried_decodes)
+            return not beside and self._prefills.has_untried(attempt.tried_prefills(prefill))
+        by_client = attempt.client_decode is not None
+        return not by_client and self._decodes.has_untried(attempt.tried_decodes(decode))
 
     def choose_prefill(self, attempt: Attempt, prefix: Prefix) -> Instance:
         """Return the prefill instance beside the proxy, or the best one of the table.
@@ -76,7 +79,7 @@ class Choices:
         encodes = prefill is None
         return attempt.client_decode or self._best("decode", attempt, prefix, encodes=encodes)
 
-    def named_by_client(self, request: Request) -> Instance | None:
+    def client_decode(self, request: Request) -> Instance | None:
         """Return the decode instance that the client's header names; None if it names none.
 
         Raises:
@@ -143,7 +146,7 @@ class Choices:
         else:
             choice, tried, balance = self._decodes, attempt.avoided_decodes, config.decode_balance
             prefer = None if before is None else before.decode
-        attracted = encodes and attempt.course.local and balance not in BY_CONTENT
+        attracted = encodes and attempt.course.consumer_encodes and balance not in BY_CONTENT
         items = [item.identity for item in request.items] if attracted else []
         if items:
             prefer = prefer or self._recent.nearest_url(items)
@@ -162,16 +165,16 @@ class Choices:
             self._recent.record(items, instance.url)
         return instance
 
-    def _at(self, named: str, hosts: Sequence[str]) -> Instance | None:
+    def _at(self, address: str, hosts: Sequence[str]) -> Instance | None:
         """Return the decode instance at `host:port` or a URL; None if it is not allowed.
 
         Raises:
-            ValueError: `named` is neither.
+            ValueError: `address` is neither.
         """
-        url = service_url(named)
+        url = service_url(address)
         found = self._table.find_instance(url, *ANSWERING)
-        if found is None and "://" not in named:
+        if found is None and "://" not in address:
             found = self._table.find_instance(url.replace("http:", "https:", 1), *ANSWERING)
-        if found is None and hosts and NAMED.fullmatch(url) and is_allowed(url, hosts):
+        if found is None and hosts and CLIENT_URL.fullmatch(url) and is_allowed(url, hosts):
             found = Instance(Role.DECODE, url)
         return found

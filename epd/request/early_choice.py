@@ -4,9 +4,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from epd.request.attempt import Attempt
 from epd.request.prefill_decode import needs_prefill
 from epd.request.prefix import request_prefix
-from epd.request.recovery import Attempt
 from epd.routing.instances import CONSUMERS, Role
 from epd.routing.namespaces import Namespaces
 from epd.routing.prefix import NO_PREFIX, Prefix
@@ -18,13 +18,17 @@ class Target(NamedTuple):
 
     Attributes:
         first: place at the instance that computes the prompt; None if it is chosen later.
-        consumer: the same place, if that instance reads encoder outputs.
         namespace: namespace in which the consumer looks up outputs; None if unknown.
     """
 
     first: Reservation | None = None
-    consumer: Reservation | None = None
     namespace: str | None = None
+
+    @property
+    def consumer(self) -> Reservation | None:
+        """The place at that instance, if it reads encoder outputs."""
+        reads = self.first is not None and self.first.instance.role in CONSUMERS
+        return self.first if reads else None
 
 
 ANY_CONSUMER = Target()
@@ -62,5 +66,5 @@ class EarlyChoice:
         prefix = request_prefix(attempt.request) if self._by_content else NO_PREFIX
         first = await self._choose_first(attempt, prefix)
         if first.instance.role in CONSUMERS:
-            return Target(first, first, self._namespaces.namespace_of(first.instance))
-        return Target(first, namespace=self.shared_namespace)
+            return Target(first, self._namespaces.namespace_of(first.instance))
+        return Target(first, self.shared_namespace)

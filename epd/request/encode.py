@@ -8,23 +8,23 @@ The steps for one item, each taken unless an earlier one has the output:
                                                                another request's consumer does
     Placement.place_items    place, by the request's policy    prefill or decode encodes it
     Encoder._encode_item     run, shared by this process       another request encodes it
-    Encoder._take_or_wait    claim, shared by all proxies      another proxy encodes it
+    Encoder._wait            claim, shared by all proxies      another proxy encodes it
     Encoder._try_instances   instance, and the next one        an encode instance encodes it
     Encoder._fall_back       after the last failure            prefill or decode encodes it
 """
 
 import asyncio
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ec_store.entry import EntryInfo
 from ec_store.keys import EntryKey
 from epd.aio import Flights, gather_first
 from epd.api.items import MMItem, feature_count
-from epd.encoder_cache.claims import Claim, Claims
+from epd.encoder_cache.claims import Claims, Waited
 from epd.encoder_cache.identity import Identifiers, OutputKey, output_key
 from epd.errors import (
     NoInstance,
@@ -35,10 +35,10 @@ from epd.errors import (
     drop_tracebacks,
     no_store,
 )
-from epd.request.encode_job import EncodeJob, PendingItem
+from epd.request.encode_job import EncodeJob, MissingItem, PlacedItem
+from epd.request.encode_retries import MAX_ENCODES, EncodeFailure, encode_delay_s
 from epd.request.item_tokens import TokenCounts, media_tokens
 from epd.request.placement import AT_CONSUMER, OVERLOADED, Placement
-from epd.request.recovery import MAX_ENCODES, EncodeFailure, encode_delay_s
 from epd.request.stages import Stages
 from epd.routing.balance import Choice
 from epd.routing.fatal import FatalRequests
@@ -55,6 +55,20 @@ if TYPE_CHECKING:
 AT_ONCE = 16
 """Maximum number of concurrent encodes of one request. Connections are shared with all other
 requests, and few fleets have more encode instances."""
+
+
+class Looked(NamedTuple):
+    """Result of the lookup of a request's items.
+
+    Attributes:
+        hits: items with stored outputs.
+        missing: the other items.
+        claimed_keys: keys of missing entries that were claimed, for `Claims.give_back`.
+    """
+
+    hits: dict[MMItem, EncodedItem]
+    missing: list[MissingItem]
+    claimed_keys: Sequence[EntryKey] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,126 +108,141 @@ class Encoder:
         if self._placement.skips_encode(job):
             return [EncodedItem(item, OutputFacts(), "local") for item in request.items]
         record.begin_encode()
-        items = [PendingItem(item, output_key(request.body, item)) for item in request.items]
-        claimed_keys = await self._look_up(job, items)
+        outputs, missing, claimed_keys = await self._look_up(job)
         try:
             record.wait_for("encode")
-            if any(pending.output is None for pending in items):
-                if consumer_claims is not None and job.course.local and job.has_all_media:
-                    await self._leave_items(job, items, consumer_claims)
-                self._place_items(job, items)
-            missing = [pending for pending in items if pending.output is None]
-            if len(missing) > 1:
-                await gather_first(partial(self._encode_item, job), missing, AT_ONCE)
+            leaves = job.course.consumer_encodes and job.has_all_media
+            if missing and leaves and self._claims is not None and consumer_claims is not None:
+                outputs |= await self._leave_items(job, missing, self._claims, consumer_claims)
             elif missing:
-                await self._encode_item(job, missing[0])
+                placed = self._place_items(job, missing, outputs.values())
+                if len(placed) > 1:
+                    made = await gather_first(partial(self._encode_item, job), placed, AT_ONCE)
+                else:
+                    made = [await self._encode_item(job, placed[0])]
+                for encoded_item in made:
+                    outputs[encoded_item.item] = encoded_item
         finally:
             if self._claims is not None:
                 self._claims.give_back(claimed_keys)
-        outputs = [pending.output for pending in items if pending.output is not None]
-        record.add_items([(output.result, output.item.modality) for output in outputs])
-        return outputs
+        # Meanwhile an item may have ended the instances of other requests.
+        self._fatal.check(request.watched, [item.identity for item in request.items])
+        encoded_items = [outputs[item] for item in request.items]
+        record.add_items([(each.result, each.item.modality) for each in encoded_items])
+        return encoded_items
 
-    async def _look_up(self, job: EncodeJob, items: Sequence[PendingItem]) -> Sequence[EntryKey]:
-        """Look up the items in the store. Return the keys of missing ones that were claimed.
+    async def _look_up(self, job: EncodeJob) -> Looked:
+        """Look up the items in the store, and claim missing ones.
 
         Raises:
             RequestRefused: 503, the store did not answer, and an item has no media.
         """
-        claims, model = self._claims, job.request.body.get("model")
-        if claims is None or not (namespace := job.namespace or claims.cache.namespace(model)):
-            return ()
-        for pending in items:
-            skipped = job.reencode and pending.item.has_media
-            if pending.output_key is None or skipped:
-                continue
-            if identifier := self._identifiers.identifier_of(pending.output_key):
-                pending.entry_key = EntryKey(namespace, identifier)
-        keys = [*dict.fromkeys(pending.entry_key for pending in items if pending.entry_key)]
-        if not keys:
-            return ()
+        items, claims = self._keyed(job), self._claims
+        keys = [*dict.fromkeys([each.entry_key for each in items if each.entry_key is not None])]
+        if claims is None or not keys:
+            return Looked({}, items)
         with job.request.record.time_stage("store", "lookup"):
             lookup = await claims.look_up(keys, patient=not job.has_all_media)
         if lookup.found is None and not job.has_all_media:
             raise no_store("the encoder store did not answer; retry later, or send the media")
-        for pending in items:
-            if pending.entry_key is None:
-                continue
-            pending.output = _hit(pending.item, (lookup.found or {}).get(pending.entry_key))
-            if pending.output is None and lookup.claimed_keys is None:
-                pending.entry_key = None
-        return lookup.claimed_keys or ()
+        found, hits, missing = lookup.found or {}, dict[MMItem, EncodedItem](), []
+        for each in items:
+            info = None if each.entry_key is None else found.get(each.entry_key)
+            if (hit := _hit(each.item, info)) is not None:
+                hits[each.item] = hit
+            else:
+                missing.append(
+                    each if lookup.claimed_keys is not None else each._replace(entry_key=None)
+                )
+        return Looked(hits, missing, lookup.claimed_keys or ())
+
+    def _keyed(self, job: EncodeJob) -> list[MissingItem]:
+        """Return the items with their keys; without that of an entry that is not looked up."""
+        body, cache = job.request.body, None if self._claims is None else self._claims.cache
+        namespace = None
+        if cache is not None:
+            namespace = job.namespace or cache.namespace(body.get("model"))
+        keyed: list[MissingItem] = []
+        for item in job.request.items:
+            key, entry_key = output_key(body, item), None
+            is_skipped = job.reencode and item.has_media
+            if namespace is not None and key is not None and not is_skipped:
+                identifier = self._identifiers.identifier_of(key)
+                entry_key = EntryKey(namespace, identifier) if identifier else None
+            keyed.append(MissingItem(item, key, entry_key))
+        return keyed
 
     async def _leave_items(
-        self, job: EncodeJob, items: Sequence[PendingItem], consumer_claims: ExitStack
-    ) -> None:
+        self,
+        job: EncodeJob,
+        missing: Sequence[MissingItem],
+        claims: Claims,
+        consumer_claims: ExitStack,
+    ) -> dict[MMItem, EncodedItem]:
         """Leave the missing items to the consumer, or wait for other requests' consumers.
 
         A request waits only if its own consumer has to encode none of its items: otherwise it is
         sent with all its media anyway, and two requests must not wait for each other.
         """
-        claims, clock = self._claims, asyncio.get_running_loop().time
-        if claims is None:
-            return
-        missing = [pending for pending in items if pending.output is None]
+        record, clock = job.request.record, asyncio.get_running_loop().time
         waits = False
         if self._namespaces.consumers_share():
-            keys = [pending.entry_key for pending in missing]
+            keys = [each.entry_key for each in missing]
             shared = [key for key in keys if key is not None and not claims.is_late(key)]
-            free = [claim for key in shared if (claim := claims.take(key)) is not None]
-            for claim in free:
+            unused = [claim for key in shared if (claim := claims.use(key)) is not None]
+            for claim in unused:
                 consumer_claims.enter_context(claim)
-            waits = not (free or job.repeated) and len(shared) == len(keys)
+            waits = not (unused or job.repeated) and len(shared) == len(keys)
         # Half of the time is left for items that must be encoded by a request of their own.
         until_s = clock() + min(claims.consumer_wait_s, job.left_s / 2)
-        for pending in missing:
-            if waits:
-                entry = await self._take_or_wait(job, pending, until_s - clock())
-                if isinstance(entry, Claim):
-                    consumer_claims.enter_context(entry)
-                else:
-                    pending.output = _hit(pending.item, entry)
-                # Meanwhile the item may have ended the instances of other requests.
-                self._fatal.check(job.request.watched, [pending.item.identity])
-            if pending.output is None:
-                pending.place, waits = AT_CONSUMER, False
+        hits, left = dict[MMItem, EncodedItem](), list[PlacedItem]()
+        for each in missing:
+            waited = await self._wait(job, each, until_s - clock()) if waits else Waited()
+            if waited.claim is not None:
+                consumer_claims.enter_context(waited.claim)
+            if (hit := _hit(each.item, waited.entry)) is not None:
+                hits[each.item] = hit
+                record.add_wait()
             else:
-                job.request.record.add_wait()
+                waits = False
+                left.append(PlacedItem(each, self._placement.predict_tokens(job, each.item)))
+        if left:
+            record.add_placements([AT_CONSUMER.labels] * len(left))
+        return hits | {each.missing.item: _left(each) for each in left}
 
-    def _place_items(self, job: EncodeJob, items: Sequence[PendingItem]) -> None:
-        """Place the items without an output. Those with a place at the consumer are left to it.
+    def _place_items(
+        self, job: EncodeJob, missing: Sequence[MissingItem], hits: Iterable[EncodedItem]
+    ) -> Sequence[PlacedItem]:
+        """Return the missing items with their places.
 
         Raises:
             UnknownMedia: one of them has no media.
         """
         record = job.request.record
-        for pending in items:
-            pending.under_way = pending.output is None and self._is_under_way(job, pending)
-        self._placement.place_items(job, items)
-        if places := [pending.place for pending in items if pending.place is not None]:
+        tokens, under_way = self._placement.predict_tokens, self._is_under_way
+        items = [PlacedItem(each, tokens(job, each.item), under_way(job, each)) for each in missing]
+        placed = self._placement.place_items(job, items, hits)
+        if places := [each.place for each in placed if each.place is not None]:
             record.add_placements([place.labels for place in places])
             if OVERLOADED in places:
                 record.add_degraded("encode-local")
-        for pending in items:
-            if pending.output is not None:
-                continue
-            if pending.at_consumer:
-                pending.output = _local(pending)
-            elif not pending.item.has_media:
+        for each in placed:
+            item = each.missing.item
+            if not (each.at_consumer or item.has_media):
                 raise UnknownMedia(
-                    "no media are stored under this uuid; send them again",
-                    param=pending.item.param_path,
+                    "no media are stored under this uuid; send them again", param=item.param_path
                 )
+        return placed
 
-    def _is_under_way(self, job: EncodeJob, pending: PendingItem) -> bool:
+    def _is_under_way(self, job: EncodeJob, missing: MissingItem) -> bool:
         """Return whether another request or another proxy is making an item's output."""
-        if (pending.output_key, job.sharing) in self._flights:
+        if (missing.output_key, job.sharing) in self._flights:
             return True
-        key = pending.entry_key
-        return self._claims is not None and key is not None and not self._claims.is_free(key)
+        key = missing.entry_key
+        return self._claims is not None and key is not None and not self._claims.is_unused(key)
 
-    async def _encode_item(self, job: EncodeJob, pending: PendingItem) -> None:
-        """Set the output of an item by an encode, or leave it to prefill or decode.
+    async def _encode_item(self, job: EncodeJob, placed: PlacedItem) -> EncodedItem:
+        """Return an item after its encode, or leave it to prefill or decode if its place is there.
 
         Requests that need an output at the same time share its encode. Two kinds of output are not
         shared: one that is pushed to a consumer, and one with a key that an engine makes.
@@ -221,19 +250,19 @@ class Encoder:
         Raises:
             ProxyError: the encode failed, and prefill or decode may not encode the item either.
         """
-        item, record = pending.item, job.request.record
+        item, record, key = placed.missing.item, job.request.record, placed.missing.output_key
+        if placed.at_consumer:
+            return _left(placed)
         try:
-            if pending.output_key is None or self._transfer.pushed:
-                encoded = await self._try_instances(job, pending)
-                pending.output = EncodedItem(item, encoded, "encoded")
-                return
-            flight = pending.output_key, job.sharing
-            work = partial(self._encode_once, job, pending, pending.output_key)
+            if key is None or self._transfer.pushed:
+                return EncodedItem(item, await self._try_instances(job, placed), "encoded")
+            flight = key, job.sharing
+            work = partial(self._encode_once, job, placed, key)
             for may_repeat in (True, False):
                 joins = flight in self._flights
                 try:
                     with record.wait_span(item) if joins else nullcontext() as waiting:
-                        output, span = await self._flights.join(flight, work)
+                        made, span = await self._flights.join(flight, work)
                         if waiting is not None and span is not None:
                             waiting.link(span)
                     break
@@ -241,64 +270,54 @@ class Encoder:
                     if not (joins and may_repeat):  # another request had begun the encode
                         raise
         except ProxyError as failure:
-            pending.output = self._fall_back(job, pending, failure)
-            return
-        if output.item is not item:  # the result of another request
-            output = EncodedItem(item, output.encoded, "hit")
-        if output.result == "hit":
+            return self._fall_back(job, placed, failure)
+        if made.item is not item:  # the result of another request
+            made = EncodedItem(item, made.facts, "hit")
+        if made.result == "hit":
             record.add_wait()
-        pending.output = output
+        return made
 
     async def _encode_once(
-        self, job: EncodeJob, pending: PendingItem, output: OutputKey
+        self, job: EncodeJob, placed: PlacedItem, key: OutputKey
     ) -> "tuple[EncodedItem, Span | None]":
         """Return an item after its encode, or after that of another proxy on the store.
 
         The second value is the span of the request to an encode instance, if it is traced.
         """
-        item, request = pending.item, job.request
+        item, trace = placed.missing.item, job.request.record.span
         # Half of the time is left for an encode of this proxy.
-        entry = await self._take_or_wait(job, pending, job.left_s / 2)
-        with entry if isinstance(entry, Claim) else nullcontext() as claim:
-            if isinstance(entry, EntryInfo):
-                # Meanwhile the item may have ended the instances of other requests.
-                self._fatal.check(request.watched, [item.identity])
-                if (hit := _hit(item, entry)) is not None:
-                    return hit, None
-            encoded = await self._try_instances(job, pending)
+        waited = await self._wait(job, placed.missing, job.left_s / 2)
+        if (hit := _hit(item, waited.entry)) is not None:
+            return hit, None
+        with waited.claim or nullcontext() as claim:
+            facts = await self._try_instances(job, placed)
             if claim is not None:
-                claim.end(entry_coming=encoded.identifier is not None)
-        if self._claims is not None and encoded.namespace is not None:
-            self._claims.cache.learn_namespace(output.model, encoded.namespace)
-        if encoded.identifier is not None:
-            self._identifiers.learn_identifier(output, encoded.identifier)
-        trace = request.record.span
+                claim.end(entry_coming=facts.identifier is not None)
+        if self._claims is not None and facts.namespace is not None:
+            self._claims.cache.learn_namespace(key.model, facts.namespace)
+        if facts.identifier is not None:
+            self._identifiers.learn_identifier(key, facts.identifier)
         span = None if trace is None else trace.latest_child("encode", item)
-        return EncodedItem(item, encoded, "encoded"), span
+        return EncodedItem(item, facts, "encoded"), span
 
-    async def _take_or_wait(
-        self, job: EncodeJob, pending: PendingItem, limit_s: float
-    ) -> EntryInfo | Claim | None:
-        """Return the claim of an item, or wait for the entry that others make (`Claims.wait`).
-
-        None: this request makes the entry without a claim.
-        """
-        claims, key = self._claims, pending.entry_key
+    async def _wait(self, job: EncodeJob, missing: MissingItem, limit_s: float) -> Waited:
+        """Wait for the entry of an item, unless this request can use its claim to make it."""
+        claims, key = self._claims, missing.entry_key
         if claims is None or key is None:
-            return None
-        if (claim := claims.take(key)) is not None:
-            return claim
-        with job.request.record.wait_span(pending.item):
+            return Waited()
+        if (claim := claims.use(key)) is not None:
+            return Waited(claim=claim)
+        with job.request.record.wait_span(missing.item):
             return await claims.wait(key, limit_s)
 
-    async def _try_instances(self, job: EncodeJob, pending: PendingItem) -> OutputFacts:
+    async def _try_instances(self, job: EncodeJob, placed: PlacedItem) -> OutputFacts:
         """Return the output of an item from an encode instance, or from the next after a failure.
 
         Raises:
             UpstreamTimeout: the deadline of the request's encode stage has passed.
             ProxyError: all tries failed, or the item itself is invalid.
         """
-        item, request = pending.item, job.request
+        item, request = placed.missing.item, job.request
         choice, fits = self._instances(job)
         falls_back = self._placement.may_leave(job)
         tried: list[Instance] = []
@@ -320,18 +339,16 @@ class Encoder:
                             balance=request.config.encode_balance,
                             item=item.identity,
                             session=request.session,
-                            prefer=pending.instance,
+                            prefer=placed.first_url,
                             fits=fitting,
                         ),
                         fits,
                     )
                     tried.append(instance)
                     timeout_s = self._timeout_s(job, item, tried)
-                    return await self._send(job, pending, instance, timeout_s)
+                    return await self._send(job, placed, instance, timeout_s)
                 except ProxyError as error:
                     server_errors += error.engine_failed
-                    if error.retryable:  # nor may prefill or decode encode such an item
-                        self._fatal.check(request.watched, [item.identity])
                     failure = EncodeFailure(
                         error,
                         tries=len(tried),
@@ -376,27 +393,28 @@ class Encoder:
         return job.left_s / 2 if may_follow else job.left_s
 
     async def _send(
-        self, job: EncodeJob, pending: PendingItem, instance: Instance, timeout_s: float
+        self, job: EncodeJob, placed: PlacedItem, instance: Instance, timeout_s: float
     ) -> OutputFacts:
         """Return the output of an item from one request to an instance.
 
         Raises:
             ProxyError: the instance failed, or rejected the item; or instances have died of it.
         """
-        item, request, body = pending.item, job.request, job.request.body
+        item, request, body = placed.missing.item, job.request, job.request.body
         self._fatal.check(request.watched, [item.identity])
         # New for each request: an instance that failed may still push its output later.
         params = self._transfer.encode_params(job.consumer_reservation, feature_count(body, item))
-        using = self._table.track_request(instance, work=Work(0, pending.tokens))
+        using = self._table.track_request(instance, work=Work(0, placed.tokens))
         try:
             with using:
                 replied = await self._stages.encode(
                     instance, body, item, params, request, timeout_s
                 )
-                output = self._transfer.encoded(replied, params)
+                output = self._transfer.output_facts(replied, params)
         except UpstreamFailed as failure:
             request.doubts.add(failure, using, item)
             blamed = (item.identity,)
+            self._fatal.count_death(failure, instance, request.watched, blamed)
             error = self._fatal.final_error(failure, instance, request.watched, blamed)
             raise error from failure.__cause__
         request.doubts.settle(instance, item)
@@ -409,7 +427,7 @@ class Encoder:
         findable = job.namespace is None or output.namespace in {None, job.namespace}
         return output if findable else OutputFacts()
 
-    def _fall_back(self, job: EncodeJob, pending: PendingItem, failure: ProxyError) -> EncodedItem:
+    def _fall_back(self, job: EncodeJob, placed: PlacedItem, failure: ProxyError) -> EncodedItem:
         """Return an item that prefill or decode encodes after a failure.
 
         Raises:
@@ -423,13 +441,14 @@ class Encoder:
             error.__cause__ = failure.__cause__ or failure
         request = job.request
         if request.is_spent or not (error.retryable and self._placement.may_leave(job)):
-            raise error.at_param(pending.item.param_path) from error.__cause__
+            raise error.at_param(placed.missing.item.param_path) from error.__cause__
         request.record.add_degraded("encode-local")
-        return _local(pending)
+        return _left(placed)
 
 
-def _local(pending: PendingItem) -> EncodedItem:
-    return EncodedItem(pending.item, OutputFacts(), "local", pending.tokens)
+def _left(placed: PlacedItem) -> EncodedItem:
+    """Return an item that prefill or decode encodes."""
+    return EncodedItem(placed.missing.item, OutputFacts(), "local", placed.tokens)
 
 
 def _hit(item: MMItem, info: EntryInfo | None) -> EncodedItem | None:

@@ -4,6 +4,7 @@ import time
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 from ec_store.keys import EntryKey
 from epd.api.body import dump_json
@@ -13,7 +14,6 @@ from epd.encoder_cache.identity import OutputKey
 from epd.policies.policy import Course, ItemPlace
 from epd.request.request import Request
 from epd.routing.table import Reservation
-from epd.transfer.encoded import EncodedItem
 
 MAX_RETRIES = 32
 """Maximum number of further tries of one request's items together. The death of an instance fails
@@ -68,31 +68,36 @@ class EncodeJob:
         return self.namespace, authorization, template, has_system_message(body), self.reencode
 
 
-@dataclass(slots=True, eq=False)
-class PendingItem:
-    """What is known of an item before its encode.
+class MissingItem(NamedTuple):
+    """Item of a request without an output in the store.
 
     Attributes:
-        item: the item.
         output_key: the output that it needs; None if an engine makes the item's key.
-        entry_key: key of its entry, if it is in the store or requests can wait for it there.
-        output: the item with its output, once that is known.
-        under_way: whether another request or another proxy is making its output.
-        tokens: predicted number of its encoder tokens; 0 if it is stored.
-        place: where it is encoded; None without a policy that decides.
-        instance: URL of the encode instance that is expected to encode it first; None if unknown.
+        entry_key: key of its entry; None if requests cannot wait for it in the store.
     """
 
     item: MMItem
-    output_key: OutputKey | None
+    output_key: OutputKey | None = None
     entry_key: EntryKey | None = None
-    output: EncodedItem | None = None
+
+
+class PlacedItem(NamedTuple):
+    """Missing item, with the place where it is encoded.
+
+    Attributes:
+        tokens: predicted number of its encoder tokens.
+        under_way: whether another request or another proxy is making its output.
+        place: where it is encoded; None without a policy that decides.
+        first_url: URL of the encode instance that should encode it; None for any.
+    """
+
+    missing: MissingItem
+    tokens: int
     under_way: bool = False
-    tokens: int = 0
     place: ItemPlace | None = None
-    instance: str | None = None
+    first_url: str | None = None
 
     @property
     def at_consumer(self) -> bool:
         """Whether prefill or decode encodes it."""
-        return self.place is not None and self.place.local
+        return self.place is not None and self.place.at_consumer

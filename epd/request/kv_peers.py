@@ -22,7 +22,7 @@ Member = tuple[Instance, int | None]
 
 @dataclass(slots=True, eq=False)
 class PeerRegistry:
-    """KV connector facts of instances, kept for `KNOWN_S` and dropped after a failure.
+    """KV connector facts of instances, kept for `_known_s` and dropped after a failure.
 
     They are queried, or learned from replies. Belongs to one event loop.
     """
@@ -31,6 +31,7 @@ class PeerRegistry:
     _transfer: KVTransfer
     _upstream: Upstream
     _config: LimitSettings
+    _known_s: float = KNOWN_S
     _known: dict[Member, tuple[Params, float]] = field(default_factory=dict)
     _flights: Flights[Member, Params] = field(default_factory=Flights)
 
@@ -80,4 +81,4 @@ class PeerRegistry:
         now_s = time.monotonic()
         if member not in self._known:  # drop expired entries of instances that left
             self._known = {rank: known for rank, known in self._known.items() if now_s < known[1]}
-        self._known[member] = peer, now_s + KNOWN_S
+        self._known[member] = peer, now_s + self._known_s

@@ -1,23 +1,17 @@
-"""Read-back: the KV blocks of the previous turn that prefill may read from decode.
+"""Read-back: the KV blocks of the previous turn that prefill may read from decode."""
 
-After a failed read-back, the prefill instance skips that engine for a cooldown. No I/O.
-"""
-
-import math
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import structlog
 
-from ec_store.bounded import BoundedDict
 from epd.conversations.capture import ReplyCapture
 from epd.conversations.conversations import Conversations
 from epd.conversations.entry import Basis, StoredBlocks
 from epd.conversations.prompts import PromptQuestion, prompt_of
 from epd.conversations.turn import AnsweredTurn, Turn
 from epd.errors import ProxyError, UpstreamDied, UpstreamTimeout
-from epd.request.recovery import Attempt
+from epd.request.attempt import Attempt
+from epd.request.readback_cooldowns import HUNG_S, Cooldowns
 from epd.request.request import Request
 from epd.request.stages import Stages
 from epd.routing.health import HealthState
@@ -25,40 +19,8 @@ from epd.routing.instances import ANSWERING, Instance
 from epd.routing.table import InstanceTable
 from epd.transfer import Params
 from epd.transfer.encoded import Prompt
-from epd.transfer.kv import Handover, KVTransfer, Prefilled
+from epd.transfer.kv import Handover, KVTransfer
 from epd.transfer.nixl import engine_of, shorten_params
-
-REST_S = 60.0
-"""Cooldown of a prefill instance for the blocks of one engine after a failed read, in seconds."""
-
-HUNG_S = 600.0
-"""Cooldown after a timeout, which costs a client all of `--prefill-timeout-s`, in seconds."""
-
-MOST = 1024
-"""Upper bound of the remembered instances and pairs."""
-
-
-class Cooldowns:
-    """Cooldowns, by the URL of a prefill instance and the id of a decode engine.
-
-    A prefill instance without `bidirectional_kv_xfer` waits for the blocks of any engine until its
-    request ends. So after a timeout, it reads the blocks of none.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._until_s: BoundedDict[tuple[str, str | None], float] = BoundedDict(MOST)
-
-    def may_read(self, prefill: str, engine: str) -> bool:
-        """Return whether a prefill instance may read an engine's blocks."""
-        now_s, until_s = self._clock(), self._until_s
-        return all(until_s.get((prefill, source), -math.inf) <= now_s for source in (engine, None))
-
-    def begin(self, prefill: str, engine: str, *, hung: bool) -> None:
-        """Begin the cooldown after a failed read of an engine's blocks, or one that `hung`."""
-        rest_s, source = (HUNG_S, None) if hung else (REST_S, engine)
-        self._until_s[prefill, source] = self._clock() + rest_s
-
 
 LEAST = 64
 """Shared prefix in tokens below which prefill recomputes (vLLM's `kv_recompute_threshold`)."""
@@ -118,19 +80,19 @@ class Readbacks:
         attempt: Attempt,
         prompt: Prompt,
         decode: Instance,
-        prefilled: Prefilled | None,
+        handover: Handover | None,
     ) -> AnsweredTurn | None:
         """Return the turn of a request to decode; None outside a conversation.
 
-        Fields of the answer are extracted if decode continues a prefill of tokens.
+        Fields of the answer are extracted if decode continues an ended prefill of tokens.
         """
         request = attempt.request
         if (turn := request.turn) is None:
             return None
         prefill, basis, capture = None, None, None
-        if prefilled is not None:
-            prefill = prefilled.handover.prefill.url
-            if prefilled.has_ended is None and request.endpoint.tokenized:
+        if handover is not None:
+            prefill = handover.prefill.url
+            if not handover.concurrent and request.endpoint.tokenized:
                 capture = ReplyCapture(cut_tokens=not prompt.body.get("return_token_ids"))
             if capture is not None and self._transfer.bidirectional:
                 basis = _basis(prompt_of(prompt.body, request.endpoint.tokenized), attempt)
@@ -194,5 +156,5 @@ def _basis(question: PromptQuestion | None, attempt: Attempt) -> Basis | None:
     if question is None:
         return None
     items = attempt.encoded_items or ()
-    keys = [encoded.encoded.identifier or encoded.item.engine_name for encoded in items]
+    keys = [item.facts.identifier or item.item.engine_name for item in items]
     return None if None in keys else Basis(question.form, tuple(filter(None, keys)))

@@ -10,7 +10,7 @@ from epd.json_or_none import json_or_none
 
 MAX_NAMES = 64
 """Upper bound of distinct names. Further names are `OTHER`."""
-MAX_ASKED = 256
+MAX_REQUESTED = 256
 """Upper bound of requested names that are kept, the latest ones."""
 MAX_LENGTH = 256
 """Maximum length of a name, in characters."""
@@ -28,22 +28,22 @@ class ModelNames:
 
     def __init__(self) -> None:
         self._names: set[str] = set()
-        self._asked: BoundedDict[str, str] = BoundedDict(MAX_ASKED)
+        self._by_request: BoundedDict[str, str] = BoundedDict(MAX_REQUESTED)
 
-    def name_of(self, asked: str | None) -> str:
+    def name_of(self, requested: str | None) -> str:
         """Return the instances' name of a requested model; empty if none is requested."""
-        return self._asked.get(asked, OTHER) if asked else ""
+        return self._by_request.get(requested, OTHER) if requested else ""
 
-    def learn_name(self, asked: str | None, answer: bytes) -> None:
+    def learn_name(self, requested: str | None, answer: bytes) -> None:
         """Keep the model name of an instance's 2xx answer to a request for this model."""
-        if not asked or asked in self._asked or len(asked) > MAX_LENGTH:
+        if not requested or requested in self._by_request or len(requested) > MAX_LENGTH:
             return
         name = _named(answer)
         if name is None:
             return
         if len(self._names) < MAX_NAMES:
             self._names.add(name)
-        self._asked[asked] = name if name in self._names else OTHER
+        self._by_request[requested] = name if name in self._names else OTHER
 
 
 def _named(answer: bytes) -> str | None:
@@ -56,8 +56,8 @@ def _named(answer: bytes) -> str | None:
     start = answer.find(b"{")
     end = answer.find(b"\n", start) if start else -1  # of a stream, the first event
     event = json_or_none(answer[start : None if end < 0 else end]) or {}
-    for own in (event, *map(event.get, NAME_WITHIN)):
-        match own:
+    for fields in (event, *map(event.get, NAME_WITHIN)):
+        match fields:
             case {"model": str() as name} if name.isprintable() and 0 < len(name) <= MAX_LENGTH:
                 return name
     return None

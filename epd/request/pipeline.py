@@ -10,25 +10,20 @@ from epd.encoder_cache.keys import Keys
 from epd.errors import NoInstance, ProxyError
 from epd.media.fetch import MediaFetcher
 from epd.policies.policy import Course, Facts
+from epd.request.attempt import Attempt
 from epd.request.choices import Choices
 from epd.request.early_choice import ANY_CONSUMER, EarlyChoice, Target
 from epd.request.encode import Encoder
 from epd.request.encode_job import EncodeJob
-from epd.request.prefill_decode import DecodeAnswer, PrefillDecodeStages
+from epd.request.prefill_decode import DecodeAnswer, PrefillDecode
 from epd.request.prefix import marked_prompt, request_prefix
 from epd.request.quarantine import Quarantine
-from epd.request.recovery import (
-    MAX_ATTEMPTS,
-    NO_PROMPT,
-    Attempt,
-    FailedAttempt,
-    next_attempt,
-)
+from epd.request.recovery import MAX_ATTEMPTS, NO_PROMPT, FailedAttempt, next_attempt
 from epd.request.request import Request
 from epd.request.request_media import keyed_request, media_prompt
 from epd.routing.fatal import FatalRequests
 from epd.routing.instances import ANSWERING, Instance, Role
-from epd.routing.retries import Retries, Tries
+from epd.routing.retries import Retries
 from epd.routing.table import InstanceTable, Work
 from epd.transfer.ec import ECTransfer
 from epd.transfer.encoded import EncodedItem, Prompt
@@ -51,7 +46,7 @@ class Pipeline:
     _keys: Keys
     _transfer: ECTransfer
     _encoder: Encoder
-    _prefill_decode: PrefillDecodeStages
+    _prefill_decode: PrefillDecode
     _early_choice: EarlyChoice | None
     _choices: Choices
     _fatal: FatalRequests
@@ -69,29 +64,29 @@ class Pipeline:
             BadRequest: the request is invalid.
             ProxyError: a stage failed.
         """
-        client_decode = self._choices.named_by_client(request)
+        client_decode = self._choices.client_decode(request)
         course = self._choose_course(request, client_decode)
         request = await self._keyed(request)
+        attempt, first_error = Attempt(request, course, client_decode), None
         async with self._quarantine.context_for(request.watched):
-            with ExitStack() as claims, self._retries.tries(MAX_ATTEMPTS) as tries:
-                result: DecodeAnswer | Attempt = Attempt(request, course, client_decode)
-                while isinstance(result, Attempt):
-                    result = await self._run_attempt(result, claims, tries)
-                if course.local:
-                    result.claims = claims.pop_all()
-                return result
+            with ExitStack() as consumer_claims, self._retries.tries(MAX_ATTEMPTS) as tries:
+                while True:
+                    result = await self._run_attempt(attempt, consumer_claims)
+                    if isinstance(result, DecodeAnswer):
+                        if course.consumer_encodes:
+                            result.consumer_claims = consumer_claims.pop_all()
+                        return result
+                    if (following := next_attempt(result)) is None:
+                        raise result.error.after(first_error or result.error)
+                    await tries.next_try(result.error)
+                    request.record.add_retry()
+                    attempt, first_error = following, first_error or result.error
 
     async def _run_attempt(
-        self, attempt: Attempt, claims: ExitStack, tries: Tries
-    ) -> DecodeAnswer | Attempt:
-        """Send a request through its stages once: encode, prefill, decode.
-
-        Return decode's answer, or after a failure the next attempt, once it may begin.
-
-        Raises:
-            ProxyError: a step failed, and no attempt follows.
-        """
-        request, stages = attempt.request, self._prefill_decode
+        self, attempt: Attempt, consumer_claims: ExitStack
+    ) -> DecodeAnswer | FailedAttempt:
+        """Send a request through its stages once: encode, prefill, decode."""
+        request, prefill_decode = attempt.request, self._prefill_decode
         target, prompt = ANY_CONSUMER, NO_PROMPT
         prefill, decode, reads_back = None, None, False
         try:
@@ -102,44 +97,28 @@ class Pipeline:
                 target = await self._early_choice.choose_target(attempt)
             if (job := self._encode_job(attempt, target)) is not None:
                 with target.consumer or nullcontext():
-                    encoded_items = await self._encoder.encode(job, claims)
+                    encoded_items = await self._encoder.encode(job, consumer_claims)
                     if attempt.encoded_items is None:
                         await self._remember_names(request, encoded_items)
                 attempt = attempt._replace(encoded_items=encoded_items, namespace=job.namespace)
             prompt = self._prompt(attempt)
-            first = target.first or await stages.choose_first(attempt, prompt.prefix)
+            first = target.first or await prefill_decode.choose_first(attempt, prompt.prefix)
             if first.instance.role is not Role.PREFILL:
                 decode = first.instance
-                return await stages.decode(attempt, prompt, decode, first.rank)
+                return await prefill_decode.decode(attempt, prompt, decode, first.rank)
             prefill = first.instance
-            handover = await stages.prepare(attempt, prompt, first)
+            handover = await prefill_decode.prepare(attempt, prompt, first)
             reads_back = handover.earlier is not None
-            prefilled = None
-            if not handover.concurrent:
-                prefilled = await stages.prefill(attempt, prompt, handover)
-            decode = handover.decode or self._choices.choose_decode(attempt, prompt.prefix, prefill)
-            if prefilled is None:
-                return await stages.prefill_and_decode(attempt, prompt, handover, decode)
-            # Prefill's blocks are released unless decode accepts this.
-            return await stages.decode(attempt, prompt, decode, prefilled=prefilled)
+            if handover.concurrent:
+                decode = prefill_decode.choose_decode(attempt, prompt, handover)
+                return await prefill_decode.prefill_and_decode(attempt, prompt, handover, decode)
+            prefilled = await prefill_decode.prefill(attempt, prompt, handover)
+            # Prefill's blocks are released unless a decode instance accepts them.
+            decode = prefill_decode.choose_decode(attempt, prompt, handover, prefilled)
+            return await prefill_decode.decode(attempt, prompt, decode, prefilled=prefilled)
         except ProxyError as error:
-            following = self._next_attempt(
-                FailedAttempt(attempt, error, prompt, prefill, decode, reads_back)
-            )
-            if following is None:
-                raise
-            await tries.next_try(error)
-            request.record.add_retry()
-            return following
-
-    def _next_attempt(self, failure: FailedAttempt) -> Attempt | None:
-        """Return the attempt that follows a failed one; None if the client gets the error."""
-        request = failure.attempt.request
-        if request.is_spent:
-            return None
-        others = self._choices.has_untried(failure)
-        local = request.config.on_prefill_failure == "local"
-        return next_attempt(failure._replace(others=others, may_prefill_locally=local))
+            others = self._choices.has_untried(attempt, error.stage, prefill, decode)
+            return FailedAttempt(attempt, error, others, prompt, prefill, decode, reads_back)
 
     async def encode(self, request: Request) -> list[EncodedItem]:
         """Encode the items of a request that asks for nothing else, and remember their keys.
@@ -203,8 +182,8 @@ class Pipeline:
         return EncodeJob(request, attempt.course, consumer, namespace, attempt.reencode, repeated)
 
     async def _remember_names(self, request: Request, encoded_items: Sequence[EncodedItem]) -> None:
-        named = [known for known in encoded_items if known.item.uuid is not None]
-        await self._keys.remember_names(request.body, named, request.tenant, request.config)
+        items = [item for item in encoded_items if item.item.uuid is not None]
+        await self._keys.remember_names(request.body, items, request.tenant, request.config)
 
     def _prompt(self, attempt: Attempt) -> Prompt:
         """Return the request for prefill and decode, with its content if it is needed."""

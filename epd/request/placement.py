@@ -6,33 +6,35 @@ is not in the store (`Placement.place_items`), and after the encode of an item h
 and by the speeds of the instances (`epd.policies.policy.ItemRule`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from epd.api.items import MMItem
 from epd.policies.policy import ItemFacts, ItemPlace, ItemRule
-from epd.request.encode_job import EncodeJob, PendingItem
+from epd.request.encode_job import EncodeJob, PlacedItem
 from epd.request.item_tokens import TokenCounts
 from epd.routing.forecast import Forecast
 from epd.routing.instances import Instance
 from epd.routing.namespaces import Namespaces
 from epd.routing.table import InstanceTable
+from epd.transfer.encoded import EncodedItem
 
-REQUIRED = ItemPlace(local=False, reason="required")
+REQUIRED = ItemPlace(at_consumer=False, reason="required")
 """Place of an item that a consumer must not encode: outputs are pushed, entries of the request may
 be lost, or an item of the request has no media, so that no item may be sent with its media."""
 
-BESIDE_STORED = ItemPlace(local=False, reason="beside_stored")
+BESIDE_STORED = ItemPlace(at_consumer=False, reason="beside_stored")
 """Place of an item beside one that is in the store. A consumer gets metadata only of all items of a
 request or of none: it would have to preprocess the stored ones too."""
 
-UNDER_WAY = ItemPlace(local=False, reason="under_way")
+UNDER_WAY = ItemPlace(at_consumer=False, reason="under_way")
 """Place of an item that is being encoded for another request."""
 
-OVERLOADED = ItemPlace(local=True, reason="overloaded")
+OVERLOADED = ItemPlace(at_consumer=True, reason="overloaded")
 """Place of an item that no encode instance is expected to encode in time."""
 
-AT_CONSUMER = ItemPlace(local=True, reason="no_encoder")
+AT_CONSUMER = ItemPlace(at_consumer=True, reason="no_encoder")
 """Place of an item if consumers encode all that is not in the store."""
 
 FITS_SHARE = 0.75
@@ -74,33 +76,35 @@ class Placement:
             return None
         return partial(self._namespaces.shares_namespace, namespace=job.namespace)
 
-    def place_items(self, job: EncodeJob, items: Sequence[PendingItem]) -> None:
-        """Set the tokens and the place of the items that are not in the store."""
-        missing = [pending for pending in items if pending.output is None]
-        model = job.request.body.get("model")
-        for pending in missing:
-            item = pending.item
-            pending.tokens = self._token_counts.predict_tokens(model, item.modality, item.pixels)
-        if job.course.local:  # its rule is that of `Encoder._leave_items`
-            return
+    def place_items(
+        self, job: EncodeJob, items: Sequence[PlacedItem], hits: Iterable[EncodedItem] = ()
+    ) -> Sequence[PlacedItem]:
+        """Return the missing items of a request in their places; `hits` are its other items."""
         rule = job.course.items
-        if rule is not None and (forced := self._forced_place(job, items)) is not None:
-            for pending in missing:
-                pending.place = forced
+        if rule is not None and (forced := self._forced_place(job, hits)) is not None:
+            items = [each._replace(place=forced) for each in items]
         elif rule is not None:
-            self._apply_rule(job, rule, missing)
-        if self.may_leave(job) and not job.reencode:
-            self._shed(job, missing)
+            items = self._apply_rule(job, rule, items)
+        if not job.course.consumer_encodes and self.may_leave(job) and not job.reencode:
+            return self._shed(job, items)
+        return items
 
-    def _apply_rule(self, job: EncodeJob, rule: ItemRule, missing: Sequence[PendingItem]) -> None:
+    def predict_tokens(self, job: EncodeJob, item: MMItem) -> int:
+        model = job.request.body.get("model")
+        return self._token_counts.predict_tokens(model, item.modality, item.pixels)
+
+    def _apply_rule(
+        self, job: EncodeJob, rule: ItemRule, items: Sequence[PlacedItem]
+    ) -> list[PlacedItem]:
         """Place items by a rule. Each one then counts in the forecast of the next."""
         forecast = self._forecast(job)
         consumers_write = self._namespaces.consumers_write()
-        for pending in missing:
-            if pending.under_way:
-                pending.place = UNDER_WAY
+        placed: list[PlacedItem] = []
+        for each in items:
+            (item, _, entry_key), tokens = each.missing, each.tokens
+            if each.under_way:
+                placed.append(each._replace(place=UNDER_WAY))
                 continue
-            item, tokens = pending.item, pending.tokens
             queue = forecast.best_queue(tokens, item.identity)
             measured = queue is not None and forecast.speed is not None
             token_s = queue.speed.token_s if queue is not None else 0.0
@@ -109,53 +113,57 @@ class Placement:
                     modality=item.modality,
                     pixels=item.pixels,
                     tokens=tokens,
-                    stored=consumers_write and pending.entry_key is not None,
+                    stored=consumers_write and entry_key is not None,
                     encode_s=queue.finish_s(tokens) if queue is not None and measured else None,
                     own_s=tokens * token_s,
-                    local_queue_s=forecast.local_tokens * token_s,
-                    local_requests=forecast.local_requests,
+                    consumer_queue_s=forecast.consumer_tokens * token_s,
+                    consumer_requests=forecast.consumer_requests,
                 )
             )
-            pending.place = place
-            if place.local:
+            first_url = None
+            if place.at_consumer:
                 forecast.leave_item(tokens)
             elif queue is not None:
                 queue.add_item(tokens)
                 if measured and place.soonest:
-                    pending.instance = queue.instance.url
+                    first_url = queue.instance.url
+            placed.append(each._replace(place=place, first_url=first_url))
+        return placed
 
-    def _forced_place(self, job: EncodeJob, items: Sequence[PendingItem]) -> ItemPlace | None:
+    def _forced_place(self, job: EncodeJob, hits: Iterable[EncodedItem]) -> ItemPlace | None:
         """Return the place of all items of a request that gives the policy no choice."""
         if self._pushed or job.reencode or not job.has_all_media:
             return REQUIRED
         shrinks = job.request.config.decode_media == "metadata"
-        hits = (pending.output for pending in items if pending.output is not None)
-        if shrinks and any(hit.encoded.metadata for hit in hits):
+        if shrinks and any(hit.facts.metadata for hit in hits):
             return BESIDE_STORED
         return None
 
-    def _shed(self, job: EncodeJob, missing: Sequence[PendingItem]) -> None:
+    def _shed(self, job: EncodeJob, items: Sequence[PlacedItem]) -> Sequence[PlacedItem]:
         """Leave the items to the consumer that no encode instance is expected to encode in time.
 
         A first try has half of `--encode-timeout-s` if there are several instances. Predictions
         err: a queue that just fits would be cut off again and again.
         """
-        waiting = [pending for pending in missing if not pending.at_consumer]
-        if not waiting:
-            return
+        tokens = sum([each.tokens for each in items if not each.at_consumer])
+        if not tokens:
+            return items
         forecast = self._forecast(job)
         timeout_s = job.request.config.encode_timeout_s
         limit_s = FITS_SHARE * timeout_s / (2 if forecast.several else 1)
-        if forecast.longest_s(sum(pending.tokens for pending in waiting)) <= limit_s:
-            return
-        for pending in waiting:
-            queue = forecast.best_queue(pending.tokens, pending.item.identity)
-            if queue is None or pending.under_way:
-                continue
-            if queue.finish_s(pending.tokens) > limit_s:
-                pending.place = OVERLOADED
-            else:
-                queue.add_item(pending.tokens)
+        if forecast.longest_s(tokens) <= limit_s:
+            return items
+        placed: list[PlacedItem] = []
+        for each in items:
+            place = each.place
+            queue = forecast.best_queue(each.tokens, each.missing.item.identity)
+            if queue is not None and not (each.at_consumer or each.under_way):
+                if queue.finish_s(each.tokens) > limit_s:
+                    place = OVERLOADED
+                else:
+                    queue.add_item(each.tokens)
+            placed.append(each._replace(place=place))
+        return placed
 
     def _forecast(self, job: EncodeJob) -> Forecast:
         consumer = None if job.consumer_reservation is None else job.consumer_reservation.instance

@@ -4,17 +4,16 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from epd.aio import end_tasks, errors_of
 from epd.api.usage import Usage
 from epd.conversations.turn import AnsweredTurn
 from epd.errors import ProxyError, SuspectedFatal, UpstreamDied, slug_of
+from epd.request.attempt import Attempt
 from epd.request.choices import Choices
 from epd.request.kv_peers import PeerRegistry
 from epd.request.kv_readback import Readbacks
-from epd.request.recovery import Attempt
 from epd.request.releases import Releases
 from epd.request.request import Request
 from epd.request.stages import Stages, wait_beginning
@@ -23,7 +22,7 @@ from epd.routing.instances import Instance
 from epd.routing.prefix import NO_PREFIX, Prefix
 from epd.routing.table import NO_WORK, InFlight, InstanceTable, Reservation
 from epd.routing.watched import Watched
-from epd.transfer import with_params
+from epd.transfer import Params, with_params
 from epd.transfer.encoded import Prompt
 from epd.transfer.kv import Handover, KVTransfer, Prefilled
 from epd.upstream import Reply
@@ -42,6 +41,18 @@ def needs_prefill(attempt: Attempt) -> bool:
     return planned and attempt.request.endpoint.can_prefill(attempt.request.body)
 
 
+class Prefilling(NamedTuple):
+    """Prefill in progress, at the same time as its decode.
+
+    Attributes:
+        params: `kv_transfer_params` of the decode request; None for none.
+    """
+
+    handover: Handover
+    params: Params | None
+    task: asyncio.Task[Prefilled]
+
+
 @dataclass(slots=True, eq=False)
 class DecodeAnswer:
     """Decode's answer, opened. It must be closed, or used as a context.
@@ -55,7 +66,7 @@ class DecodeAnswer:
         turn: the conversation turn; None for a request outside a conversation.
         usage: prefill's numbers for the client's answer; empty if decode prefilled.
         engine_died: whether the stream reported the death of its engine.
-        claims: claims of the entries that decode is writing; None for none.
+        consumer_claims: claims of the entries that decode is writing; None for none.
     """
 
     reply: Reply
@@ -65,14 +76,14 @@ class DecodeAnswer:
     _using: InFlight
     _fatal: FatalRequests
     _watched: Watched
-    _local_identities: Sequence[str]
+    _consumer_identities: Sequence[str]
     engine_died: bool = False
-    claims: ExitStack | None = None
+    consumer_claims: ExitStack | None = None
 
     def end_claims(self, error: BaseException | None = None) -> None:
         """End the claims of the items that decode encodes; without an error, it stores them."""
-        if self.claims is not None:
-            self.claims.__exit__(None, error, None)
+        if self.consumer_claims is not None:
+            self.consumer_claims.__exit__(None, error, None)
 
     def close(self, error: BaseException | None) -> None:
         """Close the answer, and judge its instance by the error."""
@@ -83,11 +94,11 @@ class DecodeAnswer:
         self._using.end_request(error)
         if error is None and self.engine_died:
             error = UpstreamDied("the engine died in its stream", stage="decode")
-        watched, items = self._watched, self._local_identities
+        watched, items = self._watched, self._consumer_identities
         if error is None:
             self._fatal.record_survival(watched, items)
         elif isinstance(error, ProxyError):
-            self._fatal.final_error(error, self._using.instance, watched, items)
+            self._fatal.count_death(error, self._using.instance, watched, items)
 
     def __enter__(self) -> Self:
         return self
@@ -97,7 +108,7 @@ class DecodeAnswer:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PrefillDecodeStages:
+class PrefillDecode:
     """Runner of prefill and decode of an attempt."""
 
     _table: InstanceTable
@@ -180,24 +191,47 @@ class PrefillDecodeStages:
             self._readbacks.record_result(handover)
         return prefilled
 
+    def choose_decode(
+        self,
+        attempt: Attempt,
+        prompt: Prompt,
+        handover: Handover,
+        prefilled: Prefilled | None = None,
+    ) -> Instance:
+        """Return the decode instance; if none can be chosen, prefill's blocks are released.
+
+        Raises:
+            ProxyError: no instance is available.
+        """
+        if handover.decode is not None:
+            return handover.decode
+        try:
+            return self._choices.choose_decode(attempt, prompt.prefix, handover.prefill)
+        except ProxyError as error:
+            if prefilled is not None:
+                body = with_params(prompt.body, prefilled.params)
+                self._releases.release_unread(attempt, body, None, error)
+            raise
+
     async def decode(
         self,
         attempt: Attempt,
         prompt: Prompt,
         instance: Instance,
         rank: int | None = None,
-        prefilled: Prefilled | None = None,
+        prefilled: Prefilled | Prefilling | None = None,
     ) -> DecodeAnswer:
         """Return decode's answer, opened. Without a prefill, decode prefills the request.
 
         Raises:
             ProxyError: the instance failed, or rejected the request.
         """
-        request, work, prefill, turn = attempt.request, prompt.work, None, None
+        request, work, turn = attempt.request, prompt.work, None
+        handover = None if prefilled is None else prefilled.handover
         if request.turn is not None:
-            turn = self._readbacks.answered_turn(attempt, prompt, instance, prefilled)
+            turn = self._readbacks.answered_turn(attempt, prompt, instance, handover)
         if prefilled is not None:
-            work, prefill = NO_WORK, prefilled.handover.prefill
+            work = NO_WORK
             body = with_params(prompt.body, prefilled.params)
             if turn is not None and turn.basis is not None:
                 body = {**body, "return_token_ids": True}
@@ -217,14 +251,14 @@ class PrefillDecodeStages:
             using.end_request(error)
             if not isinstance(error, ProxyError):
                 raise
-            if prefill is not None:
-                self._forget_peer(prefill, error)
+            if handover is not None:
+                self._forget_peer(handover.prefill, error)
             raise self._judged(attempt, prompt, using, error) from error.__cause__
         request.record.wait_for("answer")
         using.record_answer()
         request.doubts.settle(instance)
-        usage = {} if prefilled is None else prefilled.usage
-        watched, local = request.watched, attempt.local_identities
+        usage = prefilled.usage if isinstance(prefilled, Prefilled) else {}
+        watched, local = request.watched, attempt.consumer_identities
         return DecodeAnswer(reply, timed.span, turn, usage, using, self._fatal, watched, local)
 
     async def _open(
@@ -232,7 +266,7 @@ class PrefillDecodeStages:
         attempt: Attempt,
         prompt: Prompt,
         using: InFlight,
-        prefilled: Prefilled | None,
+        prefilled: Prefilled | Prefilling | None,
         span: "Span | None",
     ) -> Reply:
         """Return the head of decode's answer. If it does not come, prefill's blocks are released.
@@ -245,9 +279,8 @@ class PrefillDecodeStages:
         try:
             return await stages.decode(instance, prompt, request, request_id, using.rank, span)
         except BaseException as error:
-            if prefilled is not None and _are_held(prefilled, error):
-                tried = (*attempt.avoided_decodes, instance)
-                self._releases.release_unread(request, prompt.body, tried, error)
+            if prefilled is not None and _has_blocks(prefilled, error):
+                self._releases.release_unread(attempt, prompt.body, instance, error)
             raise
 
     async def prefill_and_decode(
@@ -264,7 +297,7 @@ class PrefillDecodeStages:
         """
         params = self._transfer.decode_params(handover, {})
         prefilling = asyncio.create_task(self.prefill(attempt, prompt, handover))
-        begun = Prefilled(handover, params, {}, {}, partial(_has_result, prefilling))
+        begun = Prefilling(handover, params, prefilling)
         decoding = asyncio.create_task(self.decode(attempt, prompt, decode, prefilled=begun))
         try:
             await wait_both(prefilling, decoding)
@@ -296,8 +329,9 @@ class PrefillDecodeStages:
 
     def _final_error(self, attempt: Attempt, instance: Instance, error: ProxyError) -> ProxyError:
         """Return the final error of an attempt, after counting a death of its instance."""
-        items = attempt.local_identities
-        return self._fatal.final_error(error, instance, attempt.request.watched, items)
+        watched, items = attempt.request.watched, attempt.consumer_identities
+        self._fatal.count_death(error, instance, watched, items)
+        return self._fatal.final_error(error, instance, watched, items)
 
 
 def _for_prefill(request: Request, prefix: Prefix) -> Prefix:
@@ -308,11 +342,15 @@ def _for_decode(request: Request, prefix: Prefix) -> Prefix:
     return prefix if request.config.decode_balance == "content" else NO_PREFIX
 
 
-async def wait_both(prefilling: asyncio.Task[Any], decoding: asyncio.Task[Any]) -> None:
+async def wait_both(
+    prefilling: asyncio.Task[Any],
+    decoding: asyncio.Task[Any],
+    dies_within_s: float = DIES_WITHIN_S,
+) -> None:
     """Wait for prefill and decode of one attempt. At a failure, end the other one.
 
-    If one of them dies of the request, the other may die a moment later. Its death is counted only
-    if its request is not cancelled before.
+    If one of them dies of the request, the other may die a moment later, within `dies_within_s`
+    seconds. Its death is counted only if its request is not cancelled before.
 
     Raises:
         ProxyError: a failure of one of them.
@@ -321,7 +359,7 @@ async def wait_both(prefilling: asyncio.Task[Any], decoding: asyncio.Task[Any]) 
     try:
         await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
         if any(isinstance(error, UpstreamDied | SuspectedFatal) for error in errors_of(both)):
-            await asyncio.wait(both, timeout=DIES_WITHIN_S)
+            await asyncio.wait(both, timeout=dies_within_s)
         errors = errors_of(both)
     finally:
         await end_tasks(both)
@@ -335,10 +373,11 @@ def _has_result(task: asyncio.Task[Any]) -> bool:
     return task.done() and not task.cancelled() and task.exception() is None
 
 
-def _are_held(prefilled: Prefilled, error: BaseException) -> bool:
-    """Return whether prefill holds blocks when its decode ends in this error.
+def _has_blocks(prefilled: Prefilled | Prefilling, error: BaseException) -> bool:
+    """Return whether prefill has blocks when its decode ends in this error.
 
     A cancellation ends a prefill in progress too, which then releases them.
     """
-    has_ended = prefilled.has_ended
-    return has_ended is None or (isinstance(error, ProxyError) and has_ended())
+    if isinstance(prefilled, Prefilled):
+        return True
+    return isinstance(error, ProxyError) and _has_result(prefilled.task)

@@ -62,18 +62,18 @@ FEWEST = 2
 """Number of the fields of most messages and parts: role and content, type and text."""
 
 
-def request_prefix(request: Request, encoded: Sequence[EncodedItem] = ()) -> Prefix:
+def request_prefix(request: Request, encoded_items: Sequence[EncodedItem] = ()) -> Prefix:
     """Return the prompt of a request; `NO_PREFIX` if its endpoint generates no tokens.
 
-    `encoded` is empty before the encode.
+    `encoded_items` is empty before the encode.
     """
     if not request.endpoint.generates:
         return NO_PREFIX
     media: dict[Path, tuple[str, int]] = {}
-    if encoded:
-        for known in encoded:
-            item = known.item
-            tokens = media_tokens(known.encoded.metadata) or TYPICAL_TOKENS[item.modality]
+    if encoded_items:
+        for encoded_item in encoded_items:
+            item = encoded_item.item
+            tokens = media_tokens(encoded_item.facts.metadata) or TYPICAL_TOKENS[item.modality]
             media[item.path] = item.identity, tokens
     else:
         for item in request.items:

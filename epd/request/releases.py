@@ -4,13 +4,13 @@ They run in the background, and may end after the client's request.
 """
 
 import asyncio
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from epd.aio import end_tasks
 from epd.api.items import Body
 from epd.errors import ProxyError
+from epd.request.attempt import Attempt
 from epd.request.choices import Choices
 from epd.request.request import Request
 from epd.request.stages import RELEASE_TIMEOUT_S, Stages
@@ -37,21 +37,24 @@ class Releases:
         await end_tasks(tasks)
 
     def release_unread(
-        self, request: Request, body: Body, tried: Sequence[Instance], error: BaseException
+        self, attempt: Attempt, body: Body, decode: Instance | None, error: BaseException
     ) -> None:
-        """Release the blocks of a prefill after this error of decode, before it accepted them.
+        """Release the blocks of a prefill after this error, before decode accepted them.
 
-        `body` is that of the request to decode, and `tried` are the decode instances that received
-        it, or that of an earlier attempt.
+        `body` is that of the request to decode. `decode` is the instance that received it; None if
+        none could be chosen.
         """
-        may_hold = self._transfer.released and "kv_transfer_params" in body
-        if not may_hold or not _are_held(request, tried[-1], error):
+        has_blocks = self._transfer.released and "kv_transfer_params" in body
+        if not has_blocks or not _may_release(attempt.request, decode, error):
             return
         # The instance that received the request last, or another one if that failed.
-        instance = tried[-1]
+        instance = decode
         if isinstance(error, ProxyError):
-            instance = self._choices.choose_release_instance(tried, request) or instance
-        task = asyncio.create_task(self._release(instance, body, request))
+            tried = attempt.tried_decodes(decode)
+            instance = self._choices.choose_release_instance(tried, attempt.request) or decode
+        if instance is None:
+            return
+        task = asyncio.create_task(self._release(instance, body, attempt.request))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -61,16 +64,20 @@ class Releases:
                 try:
                     await self._stages.release(instance, body, request)
                 except ProxyError as error:
-                    self._fatal.final_error(error, instance, request.watched)
+                    self._fatal.count_death(error, instance, request.watched)
 
 
-def _are_held(request: Request, instance: Instance, error: BaseException) -> bool:
-    """Return whether decode can be asked to release the blocks, after this error of `instance`.
+def _may_release(request: Request, decode: Instance | None, error: BaseException) -> bool:
+    """Return whether an instance can be asked to release the blocks, after this error of `decode`.
 
     A release is skipped in two cases. If a decode instance may have died of the request, no other
     one receives it, and the blocks stay until their lease expires. After a 500, decode's engine has
     notified prefill itself (after a 4xx it has not, because it rejected the request earlier).
     """
-    if request.watched.deaths.count or instance.url in request.watched.fatal_to:
+    watched = request.watched
+    url = (watched.pins or {}).get("decode") if decode is None else decode.url
+    if watched.deaths.count or url in watched.fatal_to:
         return False
-    return not (isinstance(error, ProxyError) and (error.died or error.engine_failed))
+    if decode is None or not isinstance(error, ProxyError):
+        return True
+    return not (error.died or error.engine_failed)

@@ -8,8 +8,8 @@ from epd.api.prompts import BYTES_PER_TOKEN
 from epd.encoder_cache.keys import Keys
 from epd.media.fetch import MediaFetcher
 from epd.media.parts import inline_bytes
+from epd.request.attempt import Attempt, SendForm
 from epd.request.item_tokens import TYPICAL_TOKENS, media_tokens
-from epd.request.recovery import Attempt, SendForm
 from epd.request.request import Request
 from epd.routing.table import Work
 from epd.transfer.ec import ECTransfer
@@ -46,7 +46,7 @@ def media_prompt(
     decodes_only = has_decode and not attempt.course.prefill
     needs_media = attempt.form is not SendForm.METADATA or attempt.without_prefill
     raw = request.config.decode_media == "raw" or needs_media or decodes_only
-    params = transfer.consumer_params(known.encoded for known in encoded_items)
+    params = transfer.consumer_params(encoded_item.facts for encoded_item in encoded_items)
     prompt = consumer_body(
         request.body,
         encoded_items,
@@ -55,9 +55,9 @@ def media_prompt(
         named=attempt.form is not SendForm.UNNAMED,
     )
     saved = (
-        inline_bytes(known.item, request.cuts)
-        for known in encoded_items
-        if known.result == "hit" and known.item in prompt.bare
+        inline_bytes(encoded_item.item, request.cuts)
+        for encoded_item in encoded_items
+        if encoded_item.result == "hit" and encoded_item.item in prompt.bare
     )
     request.record.add_media(
         metadata=len(prompt.bare),
@@ -76,8 +76,10 @@ def media_work(request: Request, encoded_items: Sequence[EncodedItem]) -> Work:
     lengths = [inline_bytes(item, NO_CUTS) for item in request.items]
     text_bytes = request.text_bytes - sum([size for size in lengths if size != PLACEHOLDER_LENGTH])
     tokens = [
-        known.tokens or media_tokens(known.encoded.metadata) or TYPICAL_TOKENS[known.item.modality]
-        for known in encoded_items
+        encoded_item.tokens
+        or media_tokens(encoded_item.facts.metadata)
+        or TYPICAL_TOKENS[encoded_item.item.modality]
+        for encoded_item in encoded_items
     ]
     prompt_tokens = max(0, text_bytes) // BYTES_PER_TOKEN + sum(tokens)
-    return Work(prompt_tokens, sum([known.tokens for known in encoded_items]))
+    return Work(prompt_tokens, sum([encoded_item.tokens for encoded_item in encoded_items]))

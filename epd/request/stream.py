@@ -114,27 +114,28 @@ class StreamRelay:
             return b""
         if self._aligner.failed and engine_died(events):
             self._answer.engine_died = True
-        if events:
-            self._time_events(events)
+        if events and self._time_events(events):
+            self._answer.end_claims()  # decode has encoded the items
         relayed = events if self._capture is None else self._capture(events)
         if usage := self._answer.usage:
             relayed = with_usage(relayed, usage)
         self._record.add_answer(len(relayed))
         return relayed
 
-    def _time_events(self, events: bytes) -> None:
+    def _time_events(self, events: bytes) -> bool:
+        """Record the time of events with tokens; return whether they are the first ones."""
         last_s = self._last_s
         if last_s is None:
             self._record.learn_model(events)
         # Comments carry no tokens. After the first tokens, only events that may be comments are
         # searched.
         if (last_s is None or events[0] in b":\r\n") and not self._output.search(events):
-            return
+            return False
         self._last_s = now_s = time.monotonic()
         if last_s is not None:
             self._gaps.add(now_s - last_s)
-            return
+            return False
         self._record.add_first_token(now_s)
         if self._answer.span is not None:
             self._answer.span.event("first_token")
-        self._answer.end_claims()  # decode has encoded the items
+        return True

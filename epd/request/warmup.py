@@ -59,6 +59,7 @@ class Warmup:
 
     _encode: Encode
     _cache: EncoderCache | None
+    _stored_within_s: float = STORED_WITHIN_S
 
     async def push(self, make_request: Callable[[], Request]) -> MediaPage:
         """Return the answer to `POST /v1/media`, once all items are stored.
@@ -74,28 +75,28 @@ class Warmup:
             raise no_store("the proxy has no encoder store; set --ec-store")
         try:
             request = make_request()
-            encoded = await self._encode(request)
+            encoded_items = await self._encode(request)
         except ProxyError as error:
             param = error.param and error.param.removeprefix("messages[0].")
             raise error.at_param(param) from error.__cause__
-        found = await self._stored(self._cache, request.body.get("model"), encoded)
-        data = [_described(encoded_item, request.body, found) for encoded_item in encoded]
+        found = await self._stored(self._cache, request.body.get("model"), encoded_items)
+        data = [_described(encoded_item, request.body, found) for encoded_item in encoded_items]
         return {"object": "list", "data": data}
 
     async def _stored(
-        self, cache: EncoderCache, model: str | None, encoded: Sequence[EncodedItem]
+        self, cache: EncoderCache, model: str | None, encoded_items: Sequence[EncodedItem]
     ) -> Mapping[str, EntryInfo]:
-        wanted = {encoded_item.encoded.identifier for encoded_item in encoded}
+        identifiers = {encoded_item.facts.identifier for encoded_item in encoded_items}
         clock = asyncio.get_running_loop().time
-        deadline_s = clock() + STORED_WITHIN_S
-        while None not in wanted and clock() < deadline_s:
+        deadline_s = clock() + self._stored_within_s
+        while None not in identifiers and clock() < deadline_s:
             keys = {
-                EntryKey(namespace, str(encoded_item.encoded.identifier))
-                for encoded_item in encoded
-                if (namespace := encoded_item.encoded.namespace or cache.namespace(model))
+                EntryKey(namespace, str(encoded_item.facts.identifier))
+                for encoded_item in encoded_items
+                if (namespace := encoded_item.facts.namespace or cache.namespace(model))
             }
             found = await cache.find_entries(list(keys), patient=True)
-            if found is not None and len(found) == len(keys) >= len(wanted):
+            if found is not None and len(found) == len(keys) >= len(identifiers):
                 return {key.identifier: info for key, info in found.items()}
             await asyncio.sleep(POLL_S)
         raise no_store(
@@ -110,12 +111,12 @@ def parse(raw: bytes | bytearray) -> Body:
     Raises:
         BadRequest: the body is invalid.
     """
-    asked = parse_object(raw)
-    if unknown := sorted(asked.keys() - FIELDS):
+    body = parse_object(raw)
+    if unknown := sorted(body.keys() - FIELDS):
         name = unknown[0][:MAX_NAME]
         raise BadRequest("the body has a field that this route does not accept", param=name)
-    check_model(asked)
-    content = asked.pop("content", None)
+    check_model(body)
+    content = body.pop("content", None)
     if not isinstance(content, list) or not content:
         raise BadRequest("content must be a list of media parts", param="content")
     for position, part in enumerate(content):
@@ -125,11 +126,11 @@ def parse(raw: bytes | bytearray) -> Body:
                 f"content parts must be of the types {', '.join(MODALITY)}",
                 param=f"content[{position}]",
             )
-    return {**asked, "messages": [{"role": "user", "content": content}]}
+    return {**body, "messages": [{"role": "user", "content": content}]}
 
 
 def _described(encoded_item: EncodedItem, body: Body, found: Mapping[str, EntryInfo]) -> MediaShown:
-    key, info = metadata_uuid(encoded_item, body), found[str(encoded_item.encoded.identifier)]
+    key, info = metadata_uuid(encoded_item, body), found[str(encoded_item.facts.identifier)]
     return {
         "object": "media",
         "modality": encoded_item.item.modality,

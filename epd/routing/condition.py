@@ -6,7 +6,10 @@ from epd.routing.health import HealthState
 
 
 class Condition(enum.StrEnum):
-    """Condition of an instance: the result of its health check, and whether it gets requests."""
+    """Condition of an instance: the result of its health check, and whether it gets requests.
+
+    From the best to the worst.
+    """
 
     HEALTHY = "healthy"
     """It passes, and gets requests."""
@@ -25,15 +28,15 @@ class Condition(enum.StrEnum):
     DOWN = "down"
     """It does not pass, and gets no requests unless no other instance is left."""
 
+    @property
+    def is_well(self) -> bool:
+        """Whether there is no problem."""
+        return self in {Condition.HEALTHY, Condition.PAUSED}
 
-WORST = tuple(Condition)
-"""All conditions, from the best to the worst."""
-
-WELL = frozenset({Condition.HEALTHY, Condition.PAUSED})
-"""Conditions without a problem."""
-
-UNANSWERED = frozenset({Condition.FAILING, Condition.DOWN})
-"""Conditions of an instance that does not pass its health check."""
+    @property
+    def answers(self) -> bool:
+        """Whether the instance passes its health check."""
+        return self not in {Condition.FAILING, Condition.DOWN}
 
 
 def condition(state: HealthState, *, answers: bool, routed: bool) -> Condition:

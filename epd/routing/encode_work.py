@@ -11,9 +11,10 @@ of this proxy counts for none of them. The time is divided among all clients of 
 reported load (`epd.routing.load`).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+
+from epd.routing.speed import NO_SUMS, Speed, Sums, fit_speed
 
 DECAY = 0.95
 """Weight of the earlier answers after a new one: the last 20 count."""
@@ -21,39 +22,6 @@ DECAY = 0.95
 EXPIRES_AFTER_S = 600.0
 """Time after the last answer at which a speed expires, in seconds. The instance then gets an item
 again, even if the policy would avoid it."""
-
-Sums = tuple[float, float, float, float, float]
-"""Weighted sums of ones, tokens, seconds, and their products."""
-
-NO_SUMS: Sums = (0.0, 0.0, 0.0, 0.0, 0.0)
-
-
-class Speed(NamedTuple):
-    """Speed of an instance.
-
-    Attributes:
-        request_s: seconds for each request, regardless of its items.
-        token_s: seconds for each encoder token.
-    """
-
-    request_s: float
-    token_s: float
-
-    def work_s(self, requests: float, tokens: float) -> float:
-        return requests * self.request_s + tokens * self.token_s
-
-
-ASSUMED = Speed(0.0, 1e-4)
-"""Speed of an instance if none is known: 10,000 tokens per second."""
-
-
-def mean_speed(speeds: Iterable[Speed | None]) -> Speed | None:
-    """Return the mean of the known speeds; None if none is known."""
-    known = [speed for speed in speeds if speed is not None]
-    if not known:
-        return None
-    request_s, token_s = map(sum, zip(*known, strict=True))
-    return Speed(request_s / len(known), token_s / len(known))
 
 
 @dataclass(slots=True, eq=False)
@@ -79,7 +47,7 @@ class EncodeWork:
         if self._clock() >= self._until_s:
             return None
         if self._speed is None:  # not since the last answer: few policies need the speed
-            self._speed = _fit(*self._sums)
+            self._speed = fit_speed(*self._sums)
         return self._speed
 
     def learn_answer(self, tokens: int, started_s: float, share: float) -> None:
@@ -108,18 +76,3 @@ class EncodeWork:
     def forget_speed(self) -> None:
         self._ended_s = self._speed = None
         self._sums, self._until_s, self.mean_tokens = NO_SUMS, 0.0, 0.0
-
-
-def _fit(count: float, x: float, y: float, xx: float, xy: float) -> Speed:
-    """Return the speed by weighted sums: of ones, tokens, seconds, and their products.
-
-    Where the sums allow no line with two positive parts, as with equal items, the time is in
-    proportion to the tokens.
-    """
-    spread = count * xx - x * x
-    if spread > 1e-6 * count * xx:
-        token_s = (count * xy - x * y) / spread
-        request_s = (y - token_s * x) / count
-        if token_s > 0 and request_s > 0:
-            return Speed(request_s, token_s)
-    return Speed(0.0, y / x)

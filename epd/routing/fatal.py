@@ -13,7 +13,7 @@ answered far more often than instances die of them are exempt.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import structlog
@@ -47,6 +47,9 @@ MAX_KINDS = 64
 MAX_TENANTS = 1024
 """Upper bound of tenants with remembered kinds and deaths."""
 
+Subject = tuple[str, str, str]
+"""What instances may have died of: a tenant, `body` or `item`, and the digest of either."""
+
 logger = structlog.get_logger("epd")
 
 
@@ -56,10 +59,6 @@ def fingerprint(raw: bytes | bytearray, seed: int) -> str:
     `seed` is that of this process, so that no client can construct a collision.
     """
     return xxh3_128_hexdigest(raw, seed)
-
-
-Subject = tuple[str, str, str]
-"""What instances may have died of: a tenant, `body` or `item`, and the digest of either."""
 
 
 @dataclass(slots=True)
@@ -114,13 +113,17 @@ class FatalRequests:
         Raises:
             SuspectedFatal: the request is rejected.
         """
-        if not self._suspects:
-            return
+        if self._suspects and (left_s := self._rejected_s(watched, items)) is not None:
+            raise _suspected(left_s)
+
+    def _rejected_s(self, watched: Watched, items: Iterable[str]) -> float | None:
+        """Return the seconds for which a request is rejected; None if it is not."""
         now_s = self._clock()
         for subject in _subjects(watched, items):
             suspect = self._find_suspect(subject, now_s)
             if suspect is not None and suspect.count >= MAX_DEATHS:
-                raise _suspected(suspect.latest_s + self._reject_s - now_s)
+                return suspect.latest_s + self._reject_s - now_s
+        return None
 
     @property
     def quarantined_tenants(self) -> int:
@@ -148,35 +151,42 @@ class FatalRequests:
         watched.most_deaths, watched.pins, watched.fatal_to = 1, tenant.pins, tenant.last_s
         return True
 
-    def final_error(
-        self, error: ProxyError, instance: Instance, watched: Watched, items: Sequence[str] = ()
-    ) -> ProxyError:
-        """Return the final error of a request to an instance; count the death of the instance.
+    def count_death(
+        self, error: ProxyError, instance: Instance, watched: Watched, items: Iterable[str] = ()
+    ) -> None:
+        """Count the death of an instance, if this error of a request to it is one.
 
         `items` are the keys of the items that the instance had to process. They are empty if it had
         several: the cause may be any of them.
         """
-        if isinstance(error, UpstreamUnreachable) and instance.url in watched.fatal_to:
-            # The only instance of a stage is chosen although it is down.
-            return in_quarantine(error.stage)
-        if not isinstance(error, UpstreamDied):
-            return error
-        if self._drains(instance):
-            return error
+        if not isinstance(error, UpstreamDied) or self._drains(instance):
+            return
         now_s = self._clock()
         watched.deaths.add(instance, now_s)
         self._count_tenant_death(watched, instance, now_s)
         if self.is_quarantined(watched):
             watched.most_deaths = 1
         if not self._reject_s:
-            return error
-        rejected = watched.is_spent  # its first death may have expired
+            return
         for subject in _subjects(watched, items):
             suspect = self._find_suspect(subject, now_s) or Deaths()
             self._suspects[subject] = suspect
             suspect.add(instance, now_s)
-            rejected = rejected or suspect.count >= MAX_DEATHS
-        if not rejected:
+
+    def final_error(
+        self, error: ProxyError, instance: Instance, watched: Watched, items: Iterable[str] = ()
+    ) -> ProxyError:
+        """Return the error with which a request to an instance ends, once its death is counted.
+
+        The arguments are those of `count_death`.
+        """
+        if isinstance(error, UpstreamUnreachable) and instance.url in watched.fatal_to:
+            # The only instance of a stage is chosen although it is down.
+            return in_quarantine(error.stage)
+        if not isinstance(error, UpstreamDied) or not self._reject_s:
+            return error
+        # The first death of a spent request may have been forgotten.
+        if not watched.is_spent and self._rejected_s(watched, items) is None:
             return error
         logger.warning(
             "request rejected: instances died while they served it",

@@ -7,10 +7,10 @@ an encode too.
 
 from collections.abc import Callable, Sequence
 
-from epd.routing.encode_work import ASSUMED, Speed, mean_speed
 from epd.routing.instances import CONSUMERS, Instance, Role
 from epd.routing.load import Load
 from epd.routing.rendezvous import distances
+from epd.routing.speed import ASSUMED, Speed, mean_speed
 from epd.routing.table import InstanceTable
 
 
@@ -40,9 +40,9 @@ class Forecast:
 
     Attributes:
         speed: mean speed of the encode instances; None if none of them is known.
-        local_requests: number of requests that wait or run at an engine of the consumer.
-        local_tokens: tokens of items that an engine of the consumer encodes for this proxy, items
-            of this request included.
+        consumer_requests: number of requests that wait or run at an engine of the consumer.
+        consumer_tokens: tokens of items that an engine of the consumer encodes for this proxy,
+            items of this request included.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Forecast:
         ]
         self.speed = mean_speed([load.encode.speed for _, load in usable])
         self._queues = [EncodeQueue(*candidate, self.speed or ASSUMED) for candidate in usable]
-        self.local_requests, self.local_tokens = _consumer_load(table, consumer)
+        self.consumer_requests, self.consumer_tokens = _consumer_load(table, consumer)
 
     def best_queue(self, tokens: int, key: str) -> EncodeQueue | None:
         """Return the queue in which an item is encoded first; None without an instance.
@@ -94,7 +94,7 @@ class Forecast:
         return len(self._queues) > 1
 
     def leave_item(self, tokens: int) -> None:
-        self.local_tokens += tokens
+        self.consumer_tokens += tokens
 
 
 def _consumer_load(table: InstanceTable, consumer: Instance | None) -> tuple[float, float]:

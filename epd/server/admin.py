@@ -13,7 +13,6 @@ from epd.api.body import Pieces
 from epd.config import ProxyConfig
 from epd.errors import ProxyError, RequestRefused, Stage, UpstreamRejected
 from epd.json_or_none import json_or_none
-from epd.request.recovery import retry_delay_s
 from epd.routing.balance import Choice
 from epd.routing.instances import ANSWERING, Instance, Role
 from epd.routing.retries import Retries
@@ -112,7 +111,7 @@ class Admin:
                     )
                     break
                 except ProxyError as error:
-                    delay_s = retry_delay_s(error, others=self._models.has_untried(tried))
+                    delay_s = error.retry_delay_s(others=self._models.has_untried(tried))
                     if delay_s is None:
                         raise
                     await tries.next_try(error, delay_s)

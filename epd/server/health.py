@@ -10,7 +10,7 @@ from typing_extensions import TypedDict
 from epd.aio import Flights
 from epd.config import ProxyConfig
 from epd.errors import Outcome, ProxyError
-from epd.routing.condition import UNANSWERED, WELL, WORST, Condition, condition
+from epd.routing.condition import Condition, condition
 from epd.routing.health import HealthState
 from epd.routing.instances import Role
 from epd.routing.table import InstanceTable
@@ -102,7 +102,7 @@ class HealthCheck:
             )
             entry["roles"].append(instance.role)
             entry["routing"][instance.role.value] = found
-            entry["state"] = max(entry["routing"].values(), key=WORST.index)
+            entry["state"] = max(entry["routing"].values(), key=[*Condition].index)
         missing = {name for name, state in clusters.items() if state == "unhealthy"}
         spared = missing <= self._replaceable()  # other stages may do their work
         return 200 if spared else 503, HealthPage(
@@ -128,6 +128,6 @@ HEALTH = web.AppKey("health", HealthCheck)
 def _cluster_state(conditions: Sequence[Condition]) -> ClusterState:
     if not conditions:
         return "empty"
-    if WELL.issuperset(conditions):
+    if all(each.is_well for each in conditions):
         return "healthy"
-    return "unhealthy" if UNANSWERED.issuperset(conditions) else "degraded"
+    return "degraded" if any(each.answers for each in conditions) else "unhealthy"

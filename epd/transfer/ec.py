@@ -55,7 +55,7 @@ class ECTransfer:
         """
         return None
 
-    def encoded(self, reply: OutputFacts, sent_params: Params | None) -> OutputFacts:  # noqa: ARG002
+    def output_facts(self, reply: OutputFacts, sent_params: Params | None) -> OutputFacts:  # noqa: ARG002
         """Return the known facts about an item's outputs.
 
         If the reply lacks a field of `handle`, the metadata are dropped: the consumer cannot get
@@ -66,15 +66,15 @@ class ECTransfer:
         """
         return reply._replace(metadata={}) if self.missing_field(reply) else reply
 
-    def missing_field(self, encoded: OutputFacts) -> str | None:
+    def missing_field(self, facts: OutputFacts) -> str | None:
         """Return the first field of `handle` that an output's report lacks; None if it has all."""
-        entries = encoded.params.values()
+        entries = facts.params.values()
         lacking = (name for entry in entries for name in self.handle if name not in entry)
         return next(lacking, None)
 
-    def consumer_params(self, encoded: Iterable[OutputFacts]) -> Params:
+    def consumer_params(self, outputs: Iterable[OutputFacts]) -> Params:
         """Return the `ec_transfer_params` of the consumer's request; empty for none."""
-        return {key: entry for output in encoded for key, entry in output.params.items()}
+        return {key: entry for output in outputs for key, entry in output.params.items()}
 
 
 class ECMooncake(ECTransfer):
@@ -93,7 +93,7 @@ class ECMooncake(ECTransfer):
         ids = [{"transfer_id": uuid.uuid4().hex} for _ in range(features)]
         return {"consumer_zmq": addresses[consumer.rank or 0], "ec_items": ids}
 
-    def encoded(self, reply: OutputFacts, sent_params: Params | None) -> OutputFacts:
+    def output_facts(self, reply: OutputFacts, sent_params: Params | None) -> OutputFacts:
         """Return the encode instance's reply, with the id of each output's push.
 
         The ids of the request apply, each to the feature at its index. The reply has one id per
@@ -113,11 +113,11 @@ class ECMooncake(ECTransfer):
             raise EncodeMismatch("two features have the same index")
         return reply._replace(params=params)
 
-    def consumer_params(self, encoded: Iterable[OutputFacts]) -> Params:
+    def consumer_params(self, outputs: Iterable[OutputFacts]) -> Params:
         """Return the id of each push with the key of its output, in the order of the items."""
         items = [
             {"mm_hash": key, "transfer_id": entry["transfer_id"]}
-            for output in encoded
+            for output in outputs
             for key, entry in output.params.items()
             if entry["transfer_id"]
         ]

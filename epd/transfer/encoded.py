@@ -109,7 +109,7 @@ class EncodedItem(NamedTuple):
     """
 
     item: MMItem
-    encoded: OutputFacts
+    facts: OutputFacts
     result: ItemResult
     tokens: int = 0
 
@@ -158,7 +158,7 @@ def consumer_body(
     for encoded_item in items:
         item = encoded_item.item
         if item in uuids:
-            parts[item] = metadata_part(item, encoded_item.encoded.metadata, uuids[item])
+            parts[item] = metadata_part(item, encoded_item.facts.metadata, uuids[item])
         elif item.has_media:
             parts[item] = raw_part(item, named=named)
         else:
@@ -213,12 +213,12 @@ def metadata_uuid(encoded_item: EncodedItem, body: Body) -> str | None:
     identifier serves as a uuid only if the consumer uses it unchanged: with processor kwargs the
     consumer would hash it again, and with a LoRA on the vision tower it would prefix it again.
     """
-    item, metadata = encoded_item.item, encoded_item.encoded.metadata
+    item, metadata = encoded_item.item, encoded_item.facts.metadata
     sufficient = item.modality in METADATA_ONLY or TIMESTAMPS in metadata
     if not (item.is_named and metadata and sufficient):
         return None
     if item.engine_name is not None:
         return item.engine_name
-    identifier = encoded_item.encoded.identifier or ""
+    identifier = encoded_item.facts.identifier or ""
     is_hash = len(identifier) in CONTENT_HASH_LENGTHS and set(identifier) <= set(string.hexdigits)
     return identifier if is_hash and not any(body.get(field) for field in MM_KWARGS) else None

@@ -11,7 +11,6 @@ The base class is here too; `mooncake.py` and `nixl.py` have the connectors with
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 from epd.api.usage import Usage
@@ -46,20 +45,18 @@ class Handover(NamedTuple):
 
 
 class Prefilled(NamedTuple):
-    """What a prefill hands to decode, and to the client's answer.
+    """What a prefill that has ended hands to decode, and to the client's answer.
 
     Attributes:
         params: `kv_transfer_params` of the decode request; None for none.
-        reply: `kv_transfer_params` of prefill's reply; empty for none, or before it.
+        reply: `kv_transfer_params` of prefill's reply; empty for none.
         usage: prefill's numbers for the client's answer.
-        has_ended: tells whether the prefill has succeeded, if it runs at the same time as decode.
     """
 
     handover: Handover
     params: Params | None
     reply: Params
     usage: Usage
-    has_ended: Callable[[], bool] | None = None
 
 
 class KVTransfer(ABC):
@@ -157,8 +154,8 @@ def host_and_ports(address: str, ports: int) -> list[str]:
     numbers = [number for port in found for number in port.split("+")]
     valid = all(PORT.fullmatch(number) and 0 < int(number) < 2**16 for number in numbers)
     if not valid or not HOST.fullmatch(host) or len(found) < ports:
-        wanted = "host" + ":port" * ports
-        raise ValueError(f"{address!r} is not an address such as {wanted}")
+        form = "host" + ":port" * ports
+        raise ValueError(f"{address!r} is not an address such as {form}")
     return [host, *found]
 
 

@@ -165,6 +165,6 @@ def shorten_params(params: Params, tokens: int, block_tokens: int) -> Params | N
     """
     match params["remote_block_ids"]:
         case [[*blocks]] if len(blocks) == math.ceil(params["remote_num_tokens"] / block_tokens):
-            kept = blocks[: math.ceil(tokens / block_tokens)]
-            return {**params, "remote_num_tokens": tokens, "remote_block_ids": [kept]}
+            first = blocks[: math.ceil(tokens / block_tokens)]
+            return {**params, "remote_num_tokens": tokens, "remote_block_ids": [first]}
     return None

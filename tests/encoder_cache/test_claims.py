@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from ec_store import Entry, EntryInfo, EntryKey, Store, StoreUnavailable
+from ec_store import Entry, EntryKey, Store, StoreUnavailable
 from ec_store.disk.store import SharedDiskStore
-from epd.encoder_cache.claims import Claim, Claims, Lookup
+from epd.encoder_cache.claims import Claim, Claims, Lookup, Waited
 from epd.encoder_cache.client import EncoderCache
 from tests.support.backed import NAMESPACE, Backed, cache_settings, opened_cache
 from tests.support.fleet import until
@@ -62,7 +62,7 @@ def make(claims: Claims, key: EntryKey) -> None:
 
 
 def taken(claims: Claims, key: EntryKey) -> Claim:
-    claim = claims.take(key)
+    claim = claims.use(key)
     assert claim is not None
     return claim
 
@@ -125,13 +125,13 @@ async def test_a_claim_goes_back_when_an_instance_has_had_time_to_write(
         await until(lambda: free(backed.store, KEYS[0]), timeout_s=30)
 
 
-async def test_a_claim_is_free_until_a_maker_takes_it(backed: Backed, url: str) -> None:
+async def test_a_claim_is_unused_until_a_request_makes_its_entry(backed: Backed, url: str) -> None:
     async with claiming(url) as ours, claiming(url) as theirs:
         async with looked(theirs, "b"), looked(ours, "a", "b"), looked(ours, "a"):
-            assert [ours.is_free(one) for one in KEYS] == [True, False]
+            assert [ours.is_unused(one) for one in KEYS] == [True, False]
             claim = taken(ours, KEYS[0])
-            assert ours.take(KEYS[0]) is None
-            assert not ours.is_free(KEYS[0])
+            assert ours.use(KEYS[0]) is None
+            assert not ours.is_unused(KEYS[0])
             claim.end(entry_coming=False)
         await until(lambda: free(backed.store, *KEYS), timeout_s=30)
 
@@ -143,8 +143,8 @@ async def test_a_claim_that_another_request_gave_back_is_claimed_by_the_wait(
         async with looked(claims, "a"):
             assert not (await claims.look_up(KEYS[:1])).claimed_keys
         await until(lambda: free(backed.store, KEYS[0]), timeout_s=30)
-        assert isinstance(await claims.wait(KEYS[0], 3600), Claim)
-        assert not claims.is_free(KEYS[0])
+        assert (await claims.wait(KEYS[0], 3600)).claim is not None
+        assert not claims.is_unused(KEYS[0])
         assert not free(backed.store, KEYS[0])
 
 
@@ -156,7 +156,7 @@ async def test_an_entry_that_was_made_is_found_by_a_later_wait(backed: Backed, u
         await asyncio.sleep(0.05)
         put(backed.store, KEYS[0])
 
-        assert isinstance(await waiting, EntryInfo)
+        assert (await waiting).entry is not None
 
 
 async def test_waits_for_one_entry_share_their_lookups(
@@ -171,7 +171,7 @@ async def test_waits_for_one_entry_share_their_lookups(
             put(backed.store, KEYS[0])
             found = await asyncio.gather(*waits)
 
-        assert all(isinstance(each, EntryInfo) for each in found)
+        assert all(waited.entry is not None for waited in found)
         assert polls < 50
 
 
@@ -182,14 +182,14 @@ async def test_no_wait_lasts_for_an_entry_that_did_not_appear(backed: Backed, ur
         async with looked(claims, "a", "b"):
             make(claims, KEYS[0])
             other = taken(claims, KEYS[1])
-            assert await claims.wait(KEYS[1], 0.04) is None
+            assert await claims.wait(KEYS[1], 0.04) == Waited()
             assert not claims.is_late(KEYS[1])
-            claim = await claims.wait(KEYS[0], 3600)
-            assert isinstance(claim, Claim)
-            assert await claims.wait(KEYS[1], 0.1) is None
+            claim = (await claims.wait(KEYS[0], 3600)).claim
+            assert claim is not None
+            assert await claims.wait(KEYS[1], 0.1) == Waited()
             assert claims.is_late(KEYS[0])
             assert claims.is_late(KEYS[1])
-            assert await claims.wait(KEYS[0], 3600) is await claims.wait(KEYS[1], 3600) is None
+            assert [await claims.wait(key, 3600) for key in KEYS] == [Waited(), Waited()]
             claim.end(entry_coming=False)
             other.end(entry_coming=False)
         assert claims.is_late(KEYS[0])
@@ -242,7 +242,7 @@ async def test_a_store_that_takes_no_claims_is_still_looked_into(
         assert list(look.found or {}) == KEYS[:1]
         assert look.claimed_keys is None
         async with asyncio.timeout(90):
-            assert await claims.wait(KEYS[1], 3600) is None
+            assert await claims.wait(KEYS[1], 3600) == Waited()
 
 
 async def test_a_cache_can_close_while_it_learns_a_namespace(backed: Backed, url: str) -> None:
@@ -303,10 +303,10 @@ async def test_one_request_makes_an_entry_that_is_late_and_the_others_wait_for_i
         waits = [asyncio.create_task(claims.wait(KEYS[0], 3600)) for _ in range(5)]
         done, others = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         await asyncio.sleep(0.2)
-        assert [isinstance(task.result(), Claim) for task in done] == [True]
+        assert [task.result().claim is not None for task in done] == [True]
         assert not any(task.done() for task in others)
         put(backed.store, KEYS[0])
-        assert all(isinstance(each, EntryInfo) for each in await asyncio.gather(*others))
+        assert all(waited.entry for waited in await asyncio.gather(*others))
 
 
 async def test_a_lookup_that_is_given_up_keeps_the_claim_of_another_request(

@@ -18,7 +18,7 @@ from tests.faults.scripted import (
     send,
 )
 from tests.requests import request, text
-from tests.support.fake_instance import STREAM, decodes, drops, refuses
+from tests.support.fake_instance import STREAM, decodes, drops, hangs, refuses
 from tests.support.fleet import Launch, until
 from tests.support.system_names import SystemNames
 
@@ -215,3 +215,21 @@ async def test_an_instance_that_dies_with_its_idle_connections_is_down_at_once(
             assert (await fleet.chat(request(text())))[0] == 200
 
         assert [one.cause for one in fleet.events.changes] == ["connection refused"]
+
+
+async def test_an_error_after_a_retry_names_the_first_failure_too(launch: Launch) -> None:
+    """The message of the instance is not repeated."""
+    faults = iter([refuses(500, "secret"), hangs])
+
+    async def fails(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return await next(faults)(http, body)
+
+    async with launch(decode=2, first_byte_timeout_s=0.3) as fleet:
+        for instance in fleet.decode:
+            instance.chat = fails
+        status, answer = await fleet.chat(request(text(), stream=True))
+
+    assert status == 504
+    assert answer["error"]["message"].endswith(
+        "; the first attempt failed: the decode instance answered 500"
+    )

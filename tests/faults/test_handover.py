@@ -1,12 +1,14 @@
 """Rows 30, 34, 36 and 44: prefill and decode run concurrently, and one of them fails."""
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import pytest
 from aiohttp import web
 
-from epd.request import kv_peers
+from epd.request.kv_peers import PeerRegistry
+from epd.server import app as proxy_app
 from tests.requests import image, request, text
 from tests.support.fake_instance import (
     Handler,
@@ -250,7 +252,7 @@ async def test_the_engine_id_of_a_replaced_prefill_instance_is_fetched_again(
 async def test_facts_about_a_connector_expire(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_peers, "KNOWN_S", 0.0)
+    monkeypatch.setattr(proxy_app, "PeerRegistry", partial(PeerRegistry, _known_s=0.0))
     async with strict(launch, "mooncake") as (fleet, wire):
         for n in range(3):
             wire.engines[0] = {"0": f"engine-{n}"}

@@ -76,7 +76,7 @@ async def test_a_failed_media_fetch_is_retried_at_one_more_instance(launch: Laun
 @pytest.fixture
 def late_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take a fetch that failed after 0.2 s for one that the instance has already retried."""
-    monkeypatch.setattr("epd.request.recovery.FETCH_AGAIN_S", 0.2)
+    monkeypatch.setattr("epd.request.encode_retries.FETCH_AGAIN_S", 0.2)
 
 
 @pytest.mark.usefixtures("late_soon")

@@ -24,8 +24,8 @@ IDLE = ItemFacts(
     stored=True,
     encode_s=0.15,
     own_s=0.1,
-    local_queue_s=0.0,
-    local_requests=0,
+    consumer_queue_s=0.0,
+    consumer_requests=0,
 )
 SECONDS = st.floats(0, 1000)
 FACTS = st.builds(
@@ -51,10 +51,10 @@ def placed(policy: Cost, about: ItemFacts = IDLE, **more: Any) -> tuple[str, str
     [
         ({}, ("local", "cheaper")),
         ({"encode_s": 0.1}, ("local", "cheaper")),
-        ({"local_requests": 1}, ("encode", "cheaper")),
-        ({"local_requests": 1, "own_s": 0.01}, ("local", "cheaper")),
-        ({"local_queue_s": 0.1}, ("encode", "cheaper")),
-        ({"encode_s": 5.0, "local_requests": 1}, ("local", "cheaper")),
+        ({"consumer_requests": 1}, ("encode", "cheaper")),
+        ({"consumer_requests": 1, "own_s": 0.01}, ("local", "cheaper")),
+        ({"consumer_queue_s": 0.1}, ("encode", "cheaper")),
+        ({"encode_s": 5.0, "consumer_requests": 1}, ("local", "cheaper")),
         ({"encode_s": None}, ("encode", "unmeasured")),
         ({"stored": False}, ("encode", "unsaved")),
     ],
@@ -69,7 +69,7 @@ def test_item_goes_where_the_delays_are_shorter(
     ("more", "expected"),
     [
         ({"pixels": 999}, ("local", "below_pixels")),
-        ({"pixels": 999, "local_requests": 50}, ("local", "below_pixels")),
+        ({"pixels": 999, "consumer_requests": 50}, ("local", "below_pixels")),
         ({"pixels": 999, "encode_s": None}, ("local", "below_pixels")),
         ({"pixels": 1000}, ("encode", "above_pixels")),
         ({"pixels": 0}, ("encode", "unknown_size")),
@@ -85,7 +85,7 @@ def test_static_form_depends_only_on_pixels(
 
 @given(RULES, FACTS)
 def test_unsaved_items_never_stay(policy: Cost, about: ItemFacts) -> None:
-    assert not policy.place_item(about).local or about.stored
+    assert not policy.place_item(about).at_consumer or about.stored
 
 
 @given(RULES, FACTS, SECONDS, SECONDS)
@@ -94,16 +94,16 @@ def test_a_longer_encode_queue_never_attracts_an_item(
 ) -> None:
     short, long = (replace(about, encode_s=seconds) for seconds in sorted((one, other)))
 
-    assert policy.place_item(short).local <= policy.place_item(long).local
+    assert policy.place_item(short).at_consumer <= policy.place_item(long).at_consumer
 
 
 @given(RULES, FACTS, st.floats(0, 1000), st.floats(0, 1000))
 def test_busier_consumer_never_attracts_an_item(
     policy: Cost, about: ItemFacts, one: float, other: float
 ) -> None:
-    idle, busy = (replace(about, local_requests=count) for count in sorted((one, other)))
+    idle, busy = (replace(about, consumer_requests=count) for count in sorted((one, other)))
 
-    assert policy.place_item(busy).local <= policy.place_item(idle).local
+    assert policy.place_item(busy).at_consumer <= policy.place_item(idle).at_consumer
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ class Soonest:
     """Rule that compares costs and leaves no item to a consumer."""
 
     def place_item(self, facts: ItemFacts) -> ItemPlace:
-        return ItemPlace(local=False, reason="cheaper", soonest=True)
+        return ItemPlace(at_consumer=False, reason="cheaper", soonest=True)
 
 
 def test_balance_chooses_the_encode_instance_unless_costs_are_compared() -> None:
@@ -210,6 +210,6 @@ def test_balance_chooses_the_encode_instance_unless_costs_are_compared() -> None
         for rule in (Cost(encode_below_pixels=1), Soonest())
     )
 
-    assert (static.place, static.instance) == ((False, "above_pixels", False), None)
+    assert (static.place, static.first_url) == ((False, "above_pixels", False), None)
     assert (compared.place, compared.at_consumer) == ((False, "cheaper", True), False)
-    assert compared.instance in {"http://e0:1", "http://e1:1"}
+    assert compared.first_url in {"http://e0:1", "http://e1:1"}

@@ -20,8 +20,8 @@ from tests.ec_store.arena.served import Serve, serving
 from tests.encoder_cache.test_claims import (  # noqa: F401
     test_a_cache_can_close_while_it_learns_a_namespace,
     test_a_claim_goes_back_when_an_instance_has_had_time_to_write,
-    test_a_claim_is_free_until_a_maker_takes_it,
     test_a_claim_is_kept_while_an_instance_may_still_write,
+    test_a_claim_is_unused_until_a_request_makes_its_entry,
     test_an_entry_that_was_made_is_found_by_a_later_wait,
     test_claims_go_back_at_once_where_nothing_was_made,
 )

@@ -2,12 +2,15 @@
 
 import asyncio
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ec_store import StoreUnavailable
+from epd.request.warmup import Warmup
+from epd.server import app as proxy_app
 from tests.requests import Part, image, input_audio, request, text, video
 from tests.support.backed import (
     Backed,
@@ -230,7 +233,7 @@ async def test_an_item_that_cannot_be_encoded_is_the_engines_error(
 async def test_an_unstored_output_is_a_503(
     launch: Launch, backed: Backed, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("epd.request.warmup.STORED_WITHIN_S", 0.1)
+    monkeypatch.setattr(proxy_app, "Warmup", partial(Warmup, _stored_within_s=0.1))
     backed.write_s = 1.0
     async with caching(launch, backed, url) as fleet:
         assert (await push(fleet, image(b"cat")))[0] == 503

@@ -130,8 +130,8 @@ async def answered(fleet: Fleet, body: dict[str, Any]) -> None:
     ("start", "most"),
     [
         (text_e_pd, Trip(50, 228, 48)),
-        (picture_e_p_d, Trip(79, 473, 78)),
-        (picture_hit, Trip(75, 386, 69)),
+        (picture_e_p_d, Trip(80, 473, 79)),
+        (picture_hit, Trip(75, 386, 70)),
     ],
 )
 async def test_no_trip_grows(

@@ -27,4 +27,4 @@ def test_host_and_port_are_enough_for_instances_with_and_without_tls(
     choices = Choices(InstanceTable([PLAIN, TLS]), RecentItems())
     request = Request("r", {}, config, client_headers={config.decode_header: named})
 
-    assert choices.named_by_client(request) == instance
+    assert choices.client_decode(request) == instance

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.request.model_names import LOOKED_AT_BYTES, MAX_ASKED, MAX_NAMES, OTHER, ModelNames
+from epd.request.model_names import LOOKED_AT_BYTES, MAX_NAMES, MAX_REQUESTED, OTHER, ModelNames
 
 NAMES = st.text(max_size=12) | st.sampled_from(["m", "a/b-7B", "x" * 300, '"', "\n", "other"])
 
@@ -85,7 +85,7 @@ def test_model_names_are_bounded() -> None:
 
 def test_model_names_beyond_the_limit_are_dropped_and_learned_again() -> None:
     names = ModelNames()
-    for number in range(2 * MAX_ASKED):
+    for number in range(2 * MAX_REQUESTED):
         names.learn_name(f"asked {number}", said("m"))
     forgotten = names.name_of("asked 0")
     names.learn_name("asked 0", said("m"))

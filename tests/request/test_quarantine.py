@@ -22,7 +22,7 @@ def after_deaths() -> tuple[FatalRequests, Quarantine]:
     for number in range(MAX_TENANT_DEATHS):
         clock.now_s += 2 * SAME_DEATH_S
         watched = Watched("t", f"body {number}", kind=POISON)
-        fatal.final_error(UpstreamDied("it broke", stage="decode"), D, watched)
+        fatal.count_death(UpstreamDied("it broke", stage="decode"), D, watched)
     return fatal, Quarantine(fatal)
 
 

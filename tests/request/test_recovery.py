@@ -26,17 +26,18 @@ from epd.errors import (
     UpstreamUnreachable,
 )
 from epd.policies.policy import Course
-from epd.request.recovery import (
+from epd.request.attempt import Attempt, SendForm
+from epd.request.encode_retries import (
     ENCODE_RULES,
     FETCH_AGAIN_S,
+    EncodeFailure,
+    encode_delay_s,
+)
+from epd.request.recovery import (
     MAX_ATTEMPTS,
     MAX_FAILURES,
     RULES,
-    Attempt,
-    EncodeFailure,
     FailedAttempt,
-    SendForm,
-    encode_delay_s,
     next_attempt,
 )
 from epd.request.request import Request
@@ -46,6 +47,8 @@ from tests.requests import image, request, text
 
 CONFIG = epd.ProxyConfig(encode_servers_urls=("http://e:1",), decode_servers_urls=("http://d:1",))
 FIRST = Attempt(Request("r", {}, CONFIG), Course())
+FAIL = Request("r", {}, CONFIG.model_copy(update={"on_prefill_failure": "fail"}))
+"""A request that decode may not prefill."""
 P1, P2 = (Instance(Role.PREFILL, f"http://p{number}:1") for number in (1, 2))
 D1, D2 = (Instance(Role.DECODE, f"http://d{number}:1") for number in (1, 2))
 
@@ -76,7 +79,9 @@ def failure(  # noqa: PLR0913 - the parts of a failure
     at_prefill = error.stage == "prefill" and tried is not None
     prefill = P1 if at_prefill or prefilled or reads_back else None
     decode = D1 if error.stage != "prefill" and tried is not None else None
-    return FailedAttempt(attempt, error, sent, prefill, decode, reads_back, others, local)
+    if not local:
+        attempt = attempt._replace(request=FAIL)
+    return FailedAttempt(attempt, error, others, sent, prefill, decode, reads_back)
 
 
 def failed(stage: Stage, answered: int | None = None) -> UpstreamFailed:

@@ -5,10 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd.errors import UpstreamUnreachable
-from epd.routing.encode_work import EXPIRES_AFTER_S, EncodeWork, Speed, mean_speed
+from epd.routing.encode_work import EXPIRES_AFTER_S, EncodeWork
 from epd.routing.forecast import Forecast, encode_work_s
 from epd.routing.instances import Instance, Role
 from epd.routing.reports import Report
+from epd.routing.speed import Speed, mean_speed
 from epd.routing.table import InstanceTable, Work
 from tests.support.clock import Clock
 
@@ -206,9 +207,9 @@ def test_consumer_counts_its_requests_and_its_local_items() -> None:
         busy, chosen = Forecast(table), Forecast(table, PD)
     busy.leave_item(50)
 
-    assert (forecast.local_requests, forecast.local_tokens) == (0, 0)
-    assert (busy.local_requests, busy.local_tokens) == (2, 350)
-    assert (chosen.local_requests, chosen.local_tokens) == (
+    assert (forecast.consumer_requests, forecast.consumer_tokens) == (0, 0)
+    assert (busy.consumer_requests, busy.consumer_tokens) == (2, 350)
+    assert (chosen.consumer_requests, chosen.consumer_tokens) == (
         1,
         300,
     )  # the request's own place is not another request
@@ -220,7 +221,7 @@ def test_consumer_with_ranks_counts_by_engine() -> None:
     with table.track_request(ranks, work=Work(encode_tokens=400)):
         forecast = Forecast(table)
 
-    assert (forecast.local_requests, forecast.local_tokens) == (0.25, 100)
+    assert (forecast.consumer_requests, forecast.consumer_tokens) == (0.25, 100)
 
 
 def test_local_encode_ends_with_the_answer() -> None:

@@ -1,12 +1,13 @@
 """Ledger of instance deaths by the requests and items that the instances had."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.errors import SuspectedFatal, UpstreamDied
+from epd.errors import ProxyError, SuspectedFatal, UpstreamDied
 from epd.routing.fatal import ANSWERS_PER_DEATH, MAX_SUSPECTS, FatalRequests, fingerprint
 from epd.routing.instances import Instance, Role
 from epd.routing.watched import MAX_TENANT_DEATHS, SAME_DEATH_S, Watched
@@ -28,9 +29,14 @@ class Deaths:
     def die(self, instance: Instance, *items: str, body: str = "b", tenant: str = "t") -> bool:
         """Record a death; return whether the request is rejected from now on."""
         error = UpstreamDied("it broke", slug="decode_failed", stage="decode")
-        return isinstance(
-            self.ledger.final_error(error, instance, Watched(tenant, body), items), SuspectedFatal
-        )
+        return isinstance(self.end(error, instance, Watched(tenant, body), items), SuspectedFatal)
+
+    def end(
+        self, error: ProxyError, instance: Instance, watched: Watched, items: Sequence[str] = ()
+    ) -> ProxyError:
+        """Count a death; return the error of the request."""
+        self.ledger.count_death(error, instance, watched, items)
+        return self.ledger.final_error(error, instance, watched, items)
 
     def rejected(self, *items: str, body: str = "b", tenant: str = "t") -> bool:
         try:
@@ -93,19 +99,19 @@ def test_a_fatal_request_is_suspected_even_if_its_deaths_lie_far_apart() -> None
     deaths, watched = Deaths(), Watched("t", "b")
     error = UpstreamDied("it broke", slug="encode_failed", stage="encode")
 
-    assert deaths.ledger.final_error(error, ONE, watched) is error
+    assert deaths.end(error, ONE, watched) is error
     deaths.now_s += REJECT_S + 1
-    assert isinstance(deaths.ledger.final_error(error, OTHER, watched), SuspectedFatal)
+    assert isinstance(deaths.end(error, OTHER, watched), SuspectedFatal)
     assert not deaths.rejected()
 
 
 def test_the_deaths_of_a_request_are_counted_over_its_stages() -> None:
     deaths, watched = Deaths(), Watched("t", "b")
     error = UpstreamDied("it broke", slug="encode_failed", stage="encode")
-    deaths.ledger.final_error(error, ONE, watched, ["cat"])
-    deaths.ledger.final_error(error, ONE, watched, ["dog"])  # the same death
+    deaths.end(error, ONE, watched, ["cat"])
+    deaths.end(error, ONE, watched, ["dog"])  # the same death
     assert not watched.is_spent
-    deaths.ledger.final_error(error, OTHER, watched, ["dog"])
+    deaths.end(error, OTHER, watched, ["dog"])
 
     assert watched.is_spent
     assert not deaths.rejected("cat", body="other")
@@ -177,7 +183,7 @@ def dies_varied(deaths: Deaths, times: int, every_s: float = 20.0) -> None:
     for number in range(times):
         deaths.now_s += every_s
         watched = Watched("t", f"body {number}", kind=POISON)
-        deaths.ledger.final_error(UpstreamDied("it broke", stage="decode"), ONE, watched)
+        deaths.end(UpstreamDied("it broke", stage="decode"), ONE, watched)
 
 
 def survives(deaths: Deaths, kind: int, times: int = 1) -> None:
@@ -201,7 +207,7 @@ def test_the_request_of_the_third_death_has_no_second_try() -> None:
     dies_varied(deaths, MAX_TENANT_DEATHS - 1)
     error = UpstreamDied("it broke", stage="decode")
 
-    assert isinstance(deaths.ledger.final_error(error, OTHER, watched), SuspectedFatal)
+    assert isinstance(deaths.end(error, OTHER, watched), SuspectedFatal)
     assert watched.is_spent
 
 
@@ -243,7 +249,7 @@ def test_a_host_that_ends_all_its_instances_puts_no_proven_kind_in_quarantine() 
     for number in range(8):
         watched = Watched("t", f"body {number}", kind=POISON)
         instance = Instance(Role.DECODE, f"http://d{number}:1")
-        deaths.ledger.final_error(UpstreamDied("it broke", stage="decode"), instance, watched)
+        deaths.end(UpstreamDied("it broke", stage="decode"), instance, watched)
         assert not watched.is_spent
 
     assert not in_quarantine(deaths)

@@ -15,7 +15,6 @@ from epd.errors import (
     UpstreamTimeout,
     UpstreamUnreachable,
 )
-from epd.request.recovery import retry_delay_s
 from epd.routing import retries
 from epd.routing.retries import Retries
 from tests.support.fleet import until
@@ -194,6 +193,6 @@ async def test_a_waiter_that_is_cancelled_with_its_place_releases_the_place() ->
 def test_retries_follow_the_class_of_the_error(
     error: ProxyError, others: bool, delay_s: float | None
 ) -> None:
-    assert retry_delay_s(error, others=others, patience_s=5.0) == delay_s
+    assert error.retry_delay_s(others=others, patience_s=5.0) == delay_s
     if delay_s is not None:
         assert error.retryable

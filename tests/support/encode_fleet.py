@@ -16,14 +16,14 @@ import epd
 from ec_store import EntryKey
 from epd.api.items import MMItem
 from epd.policies.policy import Course, ItemRule
-from epd.request.encode_job import EncodeJob, PendingItem
+from epd.request.encode_job import EncodeJob, MissingItem, PlacedItem
 from epd.request.item_tokens import PIXELS_PER_TOKEN, TokenCounts
 from epd.request.placement import Placement
 from epd.request.request import Request
 from epd.routing.balance import Choice
-from epd.routing.encode_work import Speed
 from epd.routing.instances import Instance, Role
 from epd.routing.namespaces import Namespaces
+from epd.routing.speed import Speed
 from epd.routing.table import InFlight, InstanceTable, Work
 from tests.requests import image
 
@@ -119,19 +119,19 @@ class EncodeFleet:
         if not asked.tokens:
             self._decode(asked, 0)
             return
-        pending = self.place_item(asked.tokens)
-        assert pending.tokens == asked.tokens
-        if pending.at_consumer:
+        placed = self.place_item(asked.tokens)
+        assert placed.tokens == asked.tokens
+        if placed.at_consumer:
             self.left += 1
             self._decode(asked, asked.tokens)
             return
-        chosen = self._encodes.best_instance(prefer=pending.instance)
-        using = self.table.track_request(chosen, work=Work(0, pending.tokens)).begin_request()
+        chosen = self._encodes.best_instance(prefer=placed.first_url)
+        using = self.table.track_request(chosen, work=Work(0, placed.tokens)).begin_request()
         begins_s = max(self.now_s, self._free_s[chosen])
         self._free_s[chosen] = ends_s = begins_s + SPEED.work_s(1, asked.tokens)
         self._run_at(ends_s, partial(self._encoded, asked, using))
 
-    def place_item(self, tokens: int) -> PendingItem:
+    def place_item(self, tokens: int) -> PlacedItem:
         """Return a picture of this many tokens with its place, of a request that arrives now."""
         item = MMItem(
             ("messages", 0, "content", 0),
@@ -142,9 +142,10 @@ class EncodeFleet:
         )
         request = Request("r", {}, CONFIG, body={"model": "m"}, items=[item])
         job = EncodeJob(request, Course(items=self.rule))
-        pending = PendingItem(item, None, EntryKey("n", "key"))
-        self._placement.place_items(job, [pending])
-        return pending
+        missing = MissingItem(item, None, EntryKey("n", "key"))
+        arrived = PlacedItem(missing, self._placement.predict_tokens(job, item))
+        [placed] = self._placement.place_items(job, [arrived])
+        return placed
 
     def _encoded(self, asked: Asked, using: InFlight) -> None:
         using.end_request()

@@ -41,7 +41,7 @@ def test_most_connectors_carry_the_encode_reply(transfer: ECTransfer) -> None:
     one, other = said(("a", entry(**MEMORY))), said(("b", entry(**MEMORY)))
 
     assert transfer.encode_params(None, 1) is None
-    assert [transfer.encoded(known, None) for known in (one, other)] == [one, other]
+    assert [transfer.output_facts(known, None) for known in (one, other)] == [one, other]
     assert transfer.consumer_params([one, other]) == {**one.params, **other.params}
     assert transfer.consumer_params([]) == {}
 
@@ -52,7 +52,7 @@ def test_an_output_without_its_whole_address_needs_its_media(missing: str) -> No
     replied = said(("a", entry(**known)))
 
     assert NIXL.missing_field(replied) == missing
-    assert NIXL.encoded(replied, None) == OutputFacts(replied.params, "a", {})
+    assert NIXL.output_facts(replied, None) == OutputFacts(replied.params, "a", {})
 
 
 def test_pushes_go_to_the_address_of_the_rank() -> None:
@@ -80,7 +80,7 @@ def test_ids_are_of_places_and_not_of_reports() -> None:
         ("film", entry(1, modality="video", transfer_id="y")),
     )
 
-    assert mooncake.consumer_params([mooncake.encoded(replied, asked)]) == {
+    assert mooncake.consumer_params([mooncake.output_facts(replied, asked)]) == {
         "ec_items": [
             {"mm_hash": "film", "transfer_id": "1"},
             {"mm_hash": "sound", "transfer_id": "0"},
@@ -97,7 +97,7 @@ def test_an_unrequested_output_has_the_reported_transfer_id(
     mooncake, asked = MOONCAKE, {"ec_items": [{"transfer_id": "0"}]}
     replied = said(("a", entry(modality="video")), ("b", entry(1, transfer_id=reported)))
 
-    told = mooncake.consumer_params([mooncake.encoded(replied, asked)])
+    told = mooncake.consumer_params([mooncake.output_facts(replied, asked)])
 
     assert told == {"ec_items": [{"mm_hash": "a", "transfer_id": "0"}, *items]}
 
@@ -107,12 +107,12 @@ def test_two_outputs_of_one_push_are_refused() -> None:
     replied = said(("a", entry(modality="video")), ("b", entry(modality="audio")))
 
     with pytest.raises(UpstreamFailed, match="two features have the same index"):
-        MOONCAKE.encoded(replied, asked)
+        MOONCAKE.output_facts(replied, asked)
 
 
 def test_an_encode_reply_without_parameters_is_rejected() -> None:
     with pytest.raises(UpstreamFailed, match="ECMooncakeConnector"):
-        MOONCAKE.encoded(OutputFacts(), {"ec_items": []})
+        MOONCAKE.output_facts(OutputFacts(), {"ec_items": []})
 
 
 values = st.none() | st.booleans() | st.integers(-2, 3) | st.text(max_size=3)
@@ -134,7 +134,7 @@ def test_any_reply_is_carried_or_refused(params: dict[str, Any]) -> None:
     for transfer in EC_TRANSFERS.values():
         try:
             replied = read_encoded(orjson.dumps({"ec_transfer_params": params}), "image")
-            told = transfer.consumer_params([transfer.encoded(replied, asked)])
+            told = transfer.consumer_params([transfer.output_facts(replied, asked)])
         except UpstreamFailed as error:
             assert error.slug == "encode_metadata"
             continue

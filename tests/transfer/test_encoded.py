@@ -107,7 +107,7 @@ def consumed(body: Body, *replies: tuple[str | None, OutputFacts], raw: bool = F
         EncodedItem(replace(item, content_key=key), reply, "encoded")
         for item, (key, reply) in zip(CHAT.items(body), replies, strict=True)
     ]
-    params = EC_TRANSFERS["store"].consumer_params(one.encoded for one in items)
+    params = EC_TRANSFERS["store"].consumer_params(one.facts for one in items)
     return consumer_body(body, items, params, raw=raw).body
 
 

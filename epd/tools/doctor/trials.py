@@ -229,7 +229,7 @@ class Trials:
         asked = self._ec.encode_params(consumer, 1)
         request, timeout_s = self._request(), self._config.encode_timeout_s
         replied = await self._stages.encode(instance, body, item, asked, request, timeout_s)
-        encoded = self._ec.encoded(replied, asked)
+        encoded = self._ec.output_facts(replied, asked)
         if not encoded.params:
             raise TrialFailed("encodes, but reports no ec_transfer_params")
         if (lacking := self._ec.missing_field(replied)) is not None:

@@ -31,7 +31,7 @@ def encoded(
 ) -> OutputFacts:
     """Return the facts about an item from an encode instance's reply."""
     written = orjson.dumps({"ec_transfer_params": reply})
-    return transfer.encoded(read_encoded(written, "image"), asked)
+    return transfer.output_facts(read_encoded(written, "image"), asked)
 
 
 @pytest.mark.parametrize("keys", ["a", "ab", "aba", "aab", "abba"])
