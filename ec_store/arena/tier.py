@@ -13,7 +13,7 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from ec_store.arena.arena import Arena
 from ec_store.arena.fields import decode_name, encode_header, encode_name, parse_header
@@ -87,7 +87,7 @@ class TierLimits:
 class Tier(Protocol):
     """Store behind an arena. Each method is called on threads, and has a deadline of its own.
 
-    Every method may raise StoreUnavailable. `RedisStore` is one.
+    Every method may raise StoreUnavailable.
     """
 
     def find(self, digests: Sequence[str]) -> list[EntryInfo | None]:
@@ -110,6 +110,25 @@ class Tier(Protocol):
         """Delete a namespace with its entries, and return how many existed."""
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class SharedTier(Tier, Protocol):
+    """Tier that several hosts share, with the claims of all of them."""
+
+    def claim_missing(
+        self, digests: Sequence[str], owner: bytes, seconds: float
+    ) -> list[EntryInfo | bool]:
+        """Claim keys for an owner, then look them up, by their digests.
+
+        Returns:
+            For each key the fields of its header if the entry exists, and otherwise whether the
+            owner holds its claim now. Claims of existing entries are released. A tier without
+            claims returns True for each missing entry.
+        """
+
+    def release_claims(self, digests: Sequence[str], owner: bytes) -> None:
+        """Release claims of an owner; those of others stay."""
 
 
 class TierTransfers:
