@@ -33,6 +33,7 @@ OPERATIONS = 900
 """Operations of each kind: their entries fit into the memory and into one queue."""
 
 ONE_OFFS = 0.6
+BATCH = 100
 
 
 class Served(NamedTuple):
@@ -45,6 +46,10 @@ class Served(NamedTuple):
         """Return the processor time that the server has taken."""
         fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+
+    def loop_s(self) -> float:
+        """Return the processor time that the thread of the server's event loop has taken."""
+        return int(Path(f"/proc/{self.pid}/schedstat").read_text().split()[0]) / 1e9
 
     def tier(self) -> TierStats:
         """Return the numbers of its only tier."""
@@ -103,16 +108,21 @@ def dead(rounds: int) -> None:
             "read": lambda store: store.get(keys[1]),
         }
         for name, call in calls.items():
-            times: dict[int, list[float]] = {alone.pid: [], behind.pid: []}
+            ratios = []
             for n in range(rounds):
+                spent = {}
                 # Each is the first one in half of the rounds.
                 for served in ((alone, behind), (behind, alone))[n % 2]:
-                    began_s = time.perf_counter()
-                    call(served.store)
-                    times[served.pid].append(time.perf_counter() - began_s)
-            ratio = statistics.median(b / a for a, b in zip(*times.values(), strict=True))
-            alone_s = statistics.median(times[alone.pid])
-            print(f"{name}: {1e6 * alone_s:.1f} us alone; with dead tiers over alone {ratio:.3f}")
+                    began_s = served.loop_s() + time.thread_time()
+                    for _ in range(BATCH):
+                        call(served.store)
+                    spent[served.pid] = served.loop_s() + time.thread_time() - began_s
+                ratios.append(spent[behind.pid] / spent[alone.pid])
+            few, most = statistics.quantiles(ratios, n=4)[::2]
+            print(
+                f"{name}: processor time of client and server with dead tiers over that without: "
+                f"median {statistics.median(ratios):.3f}, quartiles {few:.3f}, {most:.3f}"
+            )
 
 
 def growth(sizes: Sequence[int]) -> None:
@@ -244,7 +254,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", default=parts, help=f"of {', '.join(parts)}")
     args = parser.parse_args()
     if "dead" in args.parts:
-        dead(4000)
+        dead(100)
     if "growth" in args.parts:
         growth((1000, 100_000))
     if "rule" in args.parts:

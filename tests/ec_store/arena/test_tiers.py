@@ -22,6 +22,7 @@ from ec_store.disk.store import SharedDiskStore
 from ec_store.entry import EntryInfo
 from ec_store.errors import StoreUnavailable
 from ec_store.redis.store import RedisStore
+from ec_store.redis.url import RedisOptions, redis_options
 from tests.ec_store.arena.served import MIB, serving, wait_for
 from tests.ec_store.contract import assert_same, entry, key, sized
 from tests.ec_store.disk.on_disk import counted, path_of
@@ -49,6 +50,30 @@ class Directory(SharedDiskStore):
     def get(self, key: EntryKey) -> Entry | None:
         self.reads.wait(WAIT_S)
         return super().get(key)
+
+
+class Recorded(RedisStore):
+    """Redis that records its changes."""
+
+    def __init__(self, options: RedisOptions) -> None:
+        super().__init__(options)
+        self.changes: list[str] = []
+
+    def put(self, key: EntryKey, entry: Entry, *, replace: bool = False) -> bool:
+        self.changes.append("put")
+        return super().put(key, entry, replace=replace)
+
+    def release_claims(self, digests: Sequence[str], owner: bytes) -> None:
+        if digests:
+            self.changes.append("release")
+        super().release_claims(digests, owner)
+
+
+class Lying(Directory):
+    """Tier that finds entries and delivers none."""
+
+    def get(self, key: EntryKey) -> Entry | None:
+        return None
 
 
 class Host:
@@ -300,6 +325,19 @@ def test_an_entry_that_is_corrupt_in_the_directory_comes_from_the_next_tier(
     assert not path.exists()
 
 
+@pytest.mark.fault(135)
+def test_an_entry_that_the_directory_does_not_deliver_comes_from_the_next_tier(
+    start: Start, tmp_path: Path, redis: RedisServer
+) -> None:
+    with Directory(tmp_path / "nvme") as directory, shared(redis) as other:
+        directory.put(key(), entry())
+        other.put(key(), entry())
+    host = start({"file": Lying(tmp_path / "nvme"), "redis": shared(redis)})
+
+    assert_same(entry(), host.store.get(key()))
+    assert (host.tier("file").drops, host.tier("redis").fetched) == (1, 1)
+
+
 @pytest.mark.fault(136)
 def test_owners_on_two_hosts_have_a_claim_one_at_a_time(
     start: Start, tmp_path: Path, redis: RedisServer
@@ -323,14 +361,16 @@ def test_owners_on_two_hosts_have_a_claim_one_at_a_time(
 
 @pytest.mark.fault(136)
 def test_a_claim_is_released_after_its_entry_was_sent(start: Start, redis: RedisServer) -> None:
-    a, b = start({"redis": shared(redis)}), start({"redis": shared(redis)})
-    assert a.store.claim_or_find([key()], "a", 60) == [True]
+    tier = Recorded(redis_options(redis.url(PATIENCE)))
+    host = start({"redis": tier})
+    assert host.store.claim_or_find([key()], "me", 60) == [True]
     with redis.paused():
-        a.store.put(key(), entry())
-        a.store.release([key()], "a")
+        host.store.put(key("before"), entry())
+        host.store.put(key(), entry())
+        host.store.release([key()], "me")
 
-    wait_for(lambda: b.store.claim_or_find([key()], "b", 60) != [False])
-    assert isinstance(b.store.claim_or_find([key()], "b", 60)[0], EntryInfo)
+    wait_for(lambda: len(tier.changes) == 3)
+    assert tier.changes == ["put", "put", "release"]
 
 
 @pytest.mark.fault(136)
