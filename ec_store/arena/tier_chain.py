@@ -168,9 +168,9 @@ class TierChain:
                     link.record_late_lookup()
             if claim is not None and link.shared and not answers:
                 link.stats.claimed_alone += len(digests)
-            told = dict(zip(asked, answers, strict=False))
-            digests = [each for each in digests if not isinstance(told.get(each), EntryInfo)]
-            elsewhere = frozenset(each for each in digests if told.get(each) is False)
+            answered = dict(zip(asked, answers, strict=False))
+            digests = [each for each in digests if not isinstance(answered.get(each), EntryInfo)]
+            elsewhere = frozenset(each for each in digests if answered.get(each) is False)
             if not digests:
                 break
         return elsewhere
