@@ -113,10 +113,12 @@ def make_parser() -> argparse.ArgumentParser:
         help_text = f"{meaning} (default {default})"
         serve.add_argument(flag, type=parse, default=default, help=help_text)
     tier = (
-        "store behind the memory of a shm:// URL: redis://… that servers of other hosts have too. "
-        "Written entries go there, and missing ones are looked up there (default none)"
+        "store behind the memory of a shm:// URL, in which missing entries are looked up: first "
+        "file:///path, a directory of this host that gets what is used twice, then redis://…, "
+        "which servers of other hosts have too and which gets all entries. Repeatable (default "
+        "none)"
     )
-    serve.add_argument("--tier", metavar="URL", help=tier)
+    serve.add_argument("--tier", metavar="URL", action="append", default=[], help=tier)
     return parser
 
 
@@ -142,9 +144,9 @@ def _stat(store: Store, args: argparse.Namespace) -> int:
     ]
     if stats.memory is not None:
         lines += _memory_lines(stats.memory)
-    if stats.tier is not None:
+    for scheme, tier in stats.tiers.items():
         names = ("sent", "fetched", "queued", "drops", "errors")
-        lines.append("tier       " + ", ".join(f"{stats.tier[name]:,} {name}" for name in names))
+        lines.append(f"{scheme:10} " + ", ".join(f"{tier[name]:,} {name}" for name in names))
     lines += [f"model      {model}: {namespace}" for model, namespace in namespaces.items()]
     shown = {"url": redacted(args.url), **asdict(stats), "namespaces": namespaces}
     _print_result(args, shown, "\n".join(lines))

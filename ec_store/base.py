@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from ec_store.counts import Counts
@@ -71,8 +71,8 @@ class StoreStats:
         corrupt: corrupt entries that this process found and moved aside.
         evictions: entries evicted by this process, or by the server of a memory.
         memory: metrics that only the memory of a host has.
-        tier: numbers of the tier behind a host's memory, by name
-            (`ec_store.arena.protocol.TierStats`); None without one.
+        tiers: numbers (`ec_store.arena.protocol.TierStats`) of the tiers behind a host's memory, by
+            the schemes of their URLs.
     """
 
     entries: int | None
@@ -85,7 +85,7 @@ class StoreStats:
     drops: int
     corrupt: int
     evictions: int
-    tier: Mapping[str, int] | None = None
+    tiers: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     memory: MemoryStats | None = None
 
 

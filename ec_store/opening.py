@@ -1,19 +1,21 @@
 """Opening of a store by its URL."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 from urllib.parse import urlsplit
 
 from ec_store.aio import THREADS, AsyncStore, on_thread
+from ec_store.arena.tier import SharedTier, Tier
 from ec_store.arena.url import ArenaOptions, arena_options
 from ec_store.base import Store
 from ec_store.concurrency import DaemonPool
 from ec_store.config import redacted
+from ec_store.disk.config import DiskConfig
 from ec_store.redis.url import RedisOptions, redis_options
 from ec_store.urls import REDIS, parse_url
 
 if TYPE_CHECKING:
     from ec_store.arena.aio_store import AsyncArenaStore
-    from ec_store.arena.tier import Tier
 
 ProxyStore: TypeAlias = "AsyncStore | AsyncArenaStore"
 """Store of a proxy: its calls run on threads, or on the event loop without a wait."""
@@ -58,17 +60,41 @@ def open_store(
     return store
 
 
-def open_tier(url: str) -> "Tier":
-    """Open the store behind a host's memory by its URL; it connects at its first use.
+def open_tiers(urls: Sequence[str]) -> dict[str, Tier]:
+    """Open the stores behind a host's memory, each by its URL, at most two.
+
+    Returns:
+        The tiers by the schemes of their URLs, in their order.
 
     Raises:
-        ValueError: it is no URL of Redis, or has an unknown or invalid parameter.
+        ValueError: a URL cannot be a tier, or not in this place.
     """
-    if urlsplit(url).scheme not in REDIS:
-        raise ValueError(f"{redacted(url)!r} cannot be a tier: use redis:// or rediss://")
-    from ec_store.redis.store import RedisStore  # noqa: PLC0415
+    tiers = {urlsplit(url).scheme: open_tier(url) for url in urls}
+    shared = [isinstance(tier, SharedTier) for tier in tiers.values()]
+    if len(tiers) < len(urls) or shared not in ([], [False], [True], [False, True]):
+        raise ValueError(
+            "the tiers of a memory are a directory (file://), a store that hosts share (redis://), "
+            "or both in this order"
+        )
+    return tiers
 
-    return RedisStore(redis_options(url))
+
+def open_tier(url: str) -> Tier:
+    """Open a store behind a host's memory by its URL; its first use connects or opens it.
+
+    Raises:
+        ValueError: it cannot be a tier, or has an unknown or invalid parameter.
+    """
+    scheme = urlsplit(url).scheme
+    if scheme == "file":
+        from ec_store.disk.store import SharedDiskStore  # noqa: PLC0415
+
+        return SharedDiskStore(DiskConfig.from_url(url))
+    if scheme in REDIS:
+        from ec_store.redis.store import RedisStore  # noqa: PLC0415
+
+        return RedisStore(redis_options(url))
+    raise ValueError(f"{redacted(url)!r} cannot be a tier: use file://, redis:// or rediss://")
 
 
 async def open_async_store(url: str, *, create: bool = True, lazy: bool = False) -> AsyncStore:

@@ -8,7 +8,7 @@ import asyncio
 import errno
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
@@ -28,7 +28,7 @@ from ec_store.arena.tier import Tier
 from ec_store.base import Store
 from ec_store.config import size_text
 from ec_store.errors import StoreUnavailable
-from ec_store.opening import open_tier
+from ec_store.opening import open_tiers
 from ec_store.service import create_app
 
 
@@ -43,9 +43,8 @@ def serve(store: Store, args: argparse.Namespace) -> int:
         )
     app = create_app(AsyncStore(store), interval_s=args.interval_s, api_key=key)
     if isinstance(store, ArenaStore):
-        tier = None if args.tier is None else open_tier(args.tier)
-        app.cleanup_ctx.append(partial(_serve_memory, store, tier))
-    elif args.tier is not None:
+        app.cleanup_ctx.append(partial(_serve_memory, store, open_tiers(args.tier)))
+    elif args.tier:
         raise ValueError("--tier is for the memory of a host: serve shm:///path/of/socket")
     # uvloop halves the time of a round trip to the memory's server.
     web.run_app(app, host=args.host, port=args.port, access_log=None, loop=uvloop.new_event_loop())
@@ -53,7 +52,7 @@ def serve(store: Store, args: argparse.Namespace) -> int:
 
 
 async def _serve_memory(
-    store: ArenaStore, tier: Tier | None, _: web.Application
+    store: ArenaStore, tiers: Mapping[str, Tier], _: web.Application
 ) -> AsyncIterator[None]:
     """Allocate the memory of a store, and serve it while the application runs."""
     options = store.options
@@ -79,7 +78,7 @@ async def _serve_memory(
     # No client can take all of the memory from the others.
     index = ArenaIndex(extents, client_bytes=memory.size_bytes // 2, ttl_s=options.ttl_s)
     server = ArenaServer(memory, index, max_connections=raise_open_files())
-    await server.start(listener, tier)
+    await server.start(listener, tiers)
     print(f"ec-store: {size_text(memory.size_bytes)} in {memory.pages} at {path}", file=sys.stderr)
     yield
     path.unlink(missing_ok=True)  # noqa: ASYNC240 - before another server may listen there

@@ -4,7 +4,7 @@ import asyncio
 import hmac
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -62,14 +62,21 @@ COUNTERS = {
     "evictions": "Entries evicted by this service.",
 }
 TIER_COUNTERS = {
-    "hits": "Entries that were looked up in the tier and found.",
+    "hits": "Entries that were looked up in the tier and found. The label `tier` is the scheme of "
+    "its URL.",
     "misses": "Entries that were looked up in the tier and not found.",
     "skipped": "Lookups of entries in the tier that were skipped: it keeps failing or is busy.",
+    "late": "Lookups of any number of entries that went on in the background: they were too slow.",
+    "claims": "Claims of missing entries that a shared tier gave to this host, renewals included.",
+    "claimed_elsewhere": "Claims that a shared tier refused, because another host has them.",
+    "claimed_alone": "Claims that count on this host only, because a shared tier was skipped or "
+    "late. Two hosts may encode the same item.",
     "fetched": "Entries copied from the tier into the memory.",
     "fetched_bytes": "Bytes copied from the tier into the memory.",
     "sent": "Entries copied from the memory to the tier.",
     "sent_bytes": "Bytes copied from the memory to the tier.",
-    "known": "Entries that were not sent to the tier because it had them.",
+    "known": "Entries that were not sent to the tier because it had them. In a shared tier, these "
+    "are items that were encoded twice.",
     "drops": "Entries that were not copied from or to the tier: no room, too late, or a failure.",
     "errors": "Calls of the tier that failed or missed their deadline.",
     "corrupt": "Corrupt entries of the memory that were deleted and not sent to the tier.",
@@ -236,13 +243,21 @@ class _StatsCollector(Collector):
                 yield GaugeMetricFamily(f"ec_store_{name}", text, value=self._stats[name])
         for name, text in COUNTERS.items():
             yield CounterMetricFamily(f"ec_store_{name}", text, value=self._stats[name])
-        if (tier := self._stats["tier"]) is not None:
-            for name, text in TIER_COUNTERS.items():
-                yield CounterMetricFamily(f"ec_store_tier_{name}", text, value=tier[name])
-            for name, text in TIER_GAUGES.items():
-                yield GaugeMetricFamily(f"ec_store_tier_{name}", text, value=tier[name])
+        if tiers := self._stats["tiers"]:
+            yield from _tier_metrics(tiers)
         if self._memory is not None:
             yield from _memory_metrics(self._memory)
+
+
+def _tier_metrics(tiers: Mapping[str, Mapping[str, int]]) -> Iterator[Metric]:
+    """Yield a metric for each number of a tier, with a value for each tier."""
+    kinds = ((CounterMetricFamily, TIER_COUNTERS), (GaugeMetricFamily, TIER_GAUGES))
+    for kind, texts in kinds:
+        for name, text in texts.items():
+            metric = kind(f"ec_store_tier_{name}", text, labels=["tier"])
+            for tier, numbers in tiers.items():
+                metric.add_metric([tier], numbers[name])
+            yield metric
 
 
 def _memory_metrics(memory: MemoryStats) -> Iterator[Metric]:

@@ -1,7 +1,7 @@
 """Arena: its memory, its index, and the reply to each request. It does no I/O and never waits."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ec_store.arena.index import ArenaIndex, Client, Refusal, Slot, pinned_bytes
@@ -46,6 +46,9 @@ PAGE_BYTES = 2**20
 MAX_HEADERS_BYTES = MAX_REPLY_BYTES // 2
 """Upper bound of the headers in one reply."""
 
+USES = 2
+"""Uses of an entry on this host after which a tier of this host alone gets it."""
+
 MAX_MODELS = 1024
 """Upper bound of the models with a registered namespace."""
 
@@ -64,7 +67,7 @@ class Arena:
         own: what the server itself has pinned or begun, for the tier.
         coming: entries that are being copied from the tier, by digest. They have a header already,
             and may be leased.
-        tier: numbers of the tier; None without one.
+        tiers: numbers of each tier, by its name.
     """
 
     index: ArenaIndex
@@ -76,12 +79,32 @@ class Arena:
     namespaces: dict[bytes, bytes] = field(default_factory=dict)
     own: Client = field(default_factory=Client)
     coming: dict[bytes, Slot] = field(default_factory=dict)
-    tier: TierStats | None = None
+    tiers: dict[str, TierStats] = field(default_factory=dict)
+    _offer: Callable[[Slot], None] | None = None
+    _offer_every_s: float = 0.0
+
+    def watch_uses(self, offer: Callable[[Slot], None], every_s: float) -> None:
+        """Call `offer` for each entry at its second use, and once in `every_s` at later ones.
+
+        A lease counts twice: it is that of a request which has found the entry. A read may be that
+        of the request for which it was encoded.
+        """
+        self._offer, self._offer_every_s = offer, every_s
+
+    def note_offer(self, slot: Slot, now_s: float) -> None:
+        """Note that a tier of this host gets or has an entry."""
+        slot.uses, slot.offered_s = USES, now_s
 
     def answer(  # noqa: C901, PLR0911, PLR0912 - one case for each request
-        self, client: Client, request: AnyRequest, now_s: float
+        self,
+        client: Client,
+        request: AnyRequest,
+        now_s: float,
+        claimed_elsewhere: Collection[bytes] = (),
     ) -> Reply | None:
         """Return the reply to a request of a client; None if it has none.
+
+        Keys of `claimed_elsewhere` are claimed by owners on other hosts.
 
         Raises:
             BadMessage: no client of this protocol sends this request at this time.
@@ -94,13 +117,17 @@ class Arena:
                 for digest in digests:
                     if coming := self.coming.get(digest):
                         coming.leased_until_s = max(coming.leased_until_s, now_s + seconds)
-                return Headers(self._headers(digests, index.lease(digests, seconds, now_s)))
+                slots = index.lease(digests, seconds, now_s)
+                self._count_uses(slots, USES, now_s)
+                return Headers(self._headers(digests, slots))
             case Unpin(numbers):
                 index.unpin(client, numbers, now_s)
                 return None
             case Read(digests):
                 pins = index.pin(client, digests, now_s)
-                headers = self._headers(digests, [None if pin is None else pin[1] for pin in pins])
+                slots = [None if pin is None else pin[1] for pin in pins]
+                self._count_uses(slots, 1, now_s)
+                headers = self._headers(digests, slots)
                 return Pins(list(map(_pin, pins, headers)))
             case Begin(digest, namespace, size_bytes, replace):
                 slot = Slot(digest, namespace, size_bytes, replace)
@@ -120,7 +147,7 @@ class Arena:
                     del self.namespaces[model]
                 return Done(index.purge(namespace))
             case ClaimKeys():
-                return self._claim(client, request, now_s)
+                return self._claim(client, request, now_s, claimed_elsewhere)
             case Release(digests, owner):
                 index.release(digests, owner)
                 return Done()
@@ -142,14 +169,31 @@ class Arena:
             raise BadMessage("it ends a write that it has not begun") from None
         return Done()
 
-    def _claim(self, client: Client, request: ClaimKeys, now_s: float) -> Claimed:
+    def _claim(
+        self, client: Client, request: ClaimKeys, now_s: float, elsewhere: Collection[bytes]
+    ) -> Claimed:
         digests, owner, seconds = request.digests, request.owner, request.seconds
-        if not request.find:
-            return Claimed(self.index.claim(client, digests, owner, seconds, now_s), [])
-        headers = self._headers(digests, self.index.find(digests, now_s))
-        missing = [digest for digest, header in zip(digests, headers, strict=True) if not header]
-        held = iter(self.index.claim(client, missing, owner, seconds, now_s))
-        return Claimed([not header and next(held) for header in headers], headers)
+        headers: list[bytes] = []
+        found: set[bytes] = set()
+        if request.find:
+            headers = self._headers(digests, self.index.find(digests, now_s))
+            found = {digest for digest, header in zip(digests, headers, strict=True) if header}
+        claimed = [each for each in digests if each not in found and each not in elsewhere]
+        held = dict(
+            zip(claimed, self.index.claim(client, claimed, owner, seconds, now_s), strict=True)
+        )
+        return Claimed([held.get(digest, False) for digest in digests], headers)
+
+    def _count_uses(self, slots: Iterable[Slot | None], uses: int, now_s: float) -> None:
+        if self._offer is None:
+            return
+        before_s = now_s - self._offer_every_s
+        for slot in slots:
+            if slot is not None and slot.offered_s < before_s:
+                slot.uses += uses
+                if slot.uses >= USES:
+                    slot.offered_s = now_s
+                    self._offer(slot)
 
     def _headers(self, digests: Sequence[bytes], slots: Sequence[Slot | None]) -> list[bytes]:
         """Return the header of each entry, also of those that come from the tier.
@@ -210,7 +254,7 @@ class Arena:
             self.index.evictions,
             len(leased),
             memory,
-            self.tier,
+            self.tiers,
         )
 
 

@@ -57,6 +57,8 @@ class Slot:
         leased_until_s: end of its longest lease.
         used_s: time of its last use.
         evictable: whether its index counts it as an entry that is not in use.
+        uses: number of its uses that `Arena` has counted, until it was offered to a tier.
+        offered_s: time when it was last offered to a tier of this host, or came from it.
     """
 
     digest: bytes
@@ -70,6 +72,8 @@ class Slot:
     leased_until_s: float = 0.0
     used_s: float = 0.0
     evictable: bool = False
+    uses: int = 0
+    offered_s: float = -math.inf
 
     @property
     def taken_bytes(self) -> int:
@@ -373,16 +377,20 @@ class ArenaIndex:
         """
         held = []
         for digest in digests:
-            claim = self._claims.get(digest)
-            free = claim is None or claim.until_s <= now_s or claim.owner == owner
+            free = self.may_claim(digest, owner, now_s)
             free &= digest in client.claims or len(client.claims) < MAX_CLAIMS
             held.append(free)
             if free:
-                if claim is not None:
+                if (claim := self._claims.get(digest)) is not None:
                     claim.client.claims.discard(digest)
                 self._claims[digest] = Claim(client, owner, now_s + seconds)
                 client.claims.add(digest)
         return held
+
+    def may_claim(self, digest: bytes, owner: bytes, now_s: float) -> bool:
+        """Return whether no other owner has the claim of a key."""
+        claim = self._claims.get(digest)
+        return claim is None or claim.until_s <= now_s or claim.owner == owner
 
     def release(self, digests: Iterable[bytes], owner: bytes) -> None:
         """Release claims of an owner; those of others stay."""

@@ -15,7 +15,7 @@ from ec_store.base import MemoryStats
 from ec_store.entry import MAX_HEADER_BYTES
 from ec_store.keys import MAX_OWNER_BYTES, MAX_PART_BYTES
 
-VERSION = 3
+VERSION = 4
 """Version of these messages. A server and a client of different versions refuse each other."""
 
 MAX_KEYS = 4096
@@ -153,9 +153,15 @@ class TierStats(msgspec.Struct, array_like=True):
     Attributes:
         hits, misses: entries that were looked up in it.
         skipped: look-ups that were not made: it keeps failing, or has too many of them.
+        late: look-ups of any number of entries that no client has waited for to their end.
+        claims: claims that it gave to owners on this host, renewals included.
+        claimed_elsewhere: claims that it refused, because owners on other hosts have them.
+        claimed_alone: claims that it was not asked for, or has not answered in time: they count on
+            this host only.
         fetched: entries that were copied from it.
         sent: entries that were copied to it.
-        known: entries that were not sent because it had them.
+        known: entries that were not sent because it had them. In a shared tier, these are items
+            that were encoded twice.
         drops: entries that were not sent or fetched because a queue or the memory was full, they
             had waited too long, or a call failed.
         errors: calls that failed or did not end in time.
@@ -167,6 +173,10 @@ class TierStats(msgspec.Struct, array_like=True):
     hits: int = 0
     misses: int = 0
     skipped: int = 0
+    late: int = 0
+    claims: int = 0
+    claimed_elsewhere: int = 0
+    claimed_alone: int = 0
     fetched: int = 0
     fetched_bytes: int = 0
     sent: int = 0
@@ -185,7 +195,7 @@ class Stats(Message, frozen=True):
     Attributes:
         taken_bytes: bytes that are not free.
         leased: number of leased entries.
-        tier: None: there is no tier.
+        tiers: numbers of each tier, by its name.
     """
 
     entries: int
@@ -194,7 +204,7 @@ class Stats(Message, frozen=True):
     evictions: int
     leased: int
     memory: MemoryStats
-    tier: TierStats | None = None
+    tiers: dict[str, TierStats]
 
 
 class Failed(Message, frozen=True):

@@ -12,7 +12,7 @@ import secrets
 import socket
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import cast
 
 from ec_store.arena.arena import Arena
@@ -34,15 +34,18 @@ from ec_store.arena.protocol import (
     Find,
     Forget,
     Frames,
+    Headers,
     Hello,
     Purge,
     Read,
+    Release,
     Reply,
     Welcome,
     encode,
     read_request,
 )
-from ec_store.arena.tier import Tier, TierLimits, TierTransfers
+from ec_store.arena.tier import Tier, TierLimits
+from ec_store.arena.tier_chain import TierChain
 
 logger = logging.getLogger("vllm.ec_store")
 
@@ -84,6 +87,12 @@ NEEDS_MEMORY: Mapping[str, tuple[type, ...]] = {"proxy": (Read, Begin), "reader"
 """Requests for which the memory of a client is missing, by its role: but for an entry without
 payload, as the proxies write for clients' names of media."""
 
+LOOK_UPS = (Find, Read, ClaimKeys)
+"""Requests for which the tiers are asked for what the memory lacks."""
+
+CHANGES = (End, Delete, Purge, Release)
+"""Requests of which the tiers are told afterwards."""
+
 
 class ArenaServer:
     """Listener of an arena, on one event loop."""
@@ -118,28 +127,28 @@ class ArenaServer:
         """Number of connections of each user, with those that have ended and still keep bytes."""
         self._gone: dict[int, Peer] = {}
         self._checksums = Checksums(index, map_memory(memory.fd, memory.size_bytes, write=False))
-        self._tier: TierTransfers | None = None
+        self._tiers: TierChain | None = None
         self._listening: asyncio.AbstractServer | None = None
         self._expiry: asyncio.TimerHandle | None = None
 
     async def start(
         self,
         listener: socket.socket,
-        tier: Tier | None = None,
+        tiers: Mapping[str, Tier] | None = None,
         tier_limits: TierLimits | None = None,
     ) -> None:
-        """Accept connections of a socket from `bind`. The server closes it, and the tier."""
+        """Accept connections of a socket from `bind`. The server closes it, and the tiers."""
         loop = asyncio.get_running_loop()
         self._listening = await loop.create_unix_server(
             lambda: Session(self), sock=listener, backlog=BACKLOG
         )
         self._expire()
         self._checksums.start()
-        if tier is not None:
+        if tiers:
             memory = map_memory(self._memory.fd, self._memory.size_bytes, write=True)
             limits = tier_limits or TierLimits()
-            self._tier = TierTransfers(tier, self.arena, memory, self.clock, limits)
-            self._tier.start()
+            self._tiers = TierChain(tiers, self.arena, memory, self.clock, limits)
+            self._tiers.start()
 
     async def close(self) -> None:
         """Stop listening and disconnect all clients. Their memory stays mapped in them."""
@@ -153,15 +162,20 @@ class ArenaServer:
         while self._sessions:  # noqa: ASYNC110 - one or two turns of the loop
             await asyncio.sleep(0)
         await self._checksums.close()
-        if self._tier is not None:
-            await self._tier.close()
+        if self._tiers is not None:
+            await self._tiers.close()
         for number in list(self._gone):
             self._forget(number)
         os.close(self._read_only)
         os.close(self._memory.fd)
 
-    def answer(self, session: "Session", request: AnyRequest) -> Reply | None:
-        """Return the reply to a request, and begin the work that follows from it."""
+    def answer(
+        self, session: "Session", request: AnyRequest, claimed_elsewhere: Collection[bytes] = ()
+    ) -> Reply | None:
+        """Return the reply to a request, and begin the work that follows from it.
+
+        Keys of `claimed_elsewhere` are claimed by owners on other hosts.
+        """
         if isinstance(request, Forget):
             self._forget_earlier(request.session)
             return Done()
@@ -170,25 +184,34 @@ class ArenaServer:
         if isinstance(request, NEEDS_MEMORY.get(client.role, ())) and not needless:
             raise BadMessage(f"a {client.role} sends no {type(request).__name__}")
         written = client.writes.get(request.number) if isinstance(request, End) else None
-        reply = self.arena.answer(client, request, self.clock())
-        if self._tier is not None:
-            if written is not None and reply == Done(1):
-                self._tier.offer(written)
-            elif isinstance(request, Delete):
-                self._tier.remove(request.digests)
-            elif isinstance(request, Purge):
-                self._tier.purge(request.namespace)
+        reply = self.arena.answer(client, request, self.clock(), claimed_elsewhere)
+        if self._tiers is not None and isinstance(request, CHANGES):
+            match request:
+                case End() if written is not None and reply == Done(1):
+                    self._tiers.offer_new(written)
+                case Delete(digests):
+                    self._tiers.remove(digests)
+                case Purge(namespace):
+                    self._tiers.purge(namespace)
+                case Release(digests, owner):
+                    self._tiers.release(digests, owner)
         return reply
 
-    def look_up(self, request: AnyRequest) -> "asyncio.Task[None] | None":
-        """Look up in the tier what a request asks for and the memory lacks.
+    def answer_hits(self, session: "Session", request: AnyRequest) -> Reply | None:
+        """Return the reply to a look-up of which the memory has all; None: `look_up` it first."""
+        if self._tiers is None or not isinstance(request, Find):
+            return None
+        reply = self.answer(session, request)
+        return reply if isinstance(reply, Headers) and all(reply.headers) else None
 
-        Return a task that ends soon, after which the request is answered; None: at once.
+    def look_up(self, request: AnyRequest) -> "asyncio.Task[frozenset[bytes]] | None":
+        """Look up in the tiers what a request asks for and the memory lacks.
+
+        Return a task that ends soon, after which the request is answered; None: at once. Its result
+        are the keys that owners on other hosts have claimed.
         """
-        if self._tier is not None:
-            match request:
-                case Find(digests) | Read(digests) | ClaimKeys(digests, find=True):
-                    return self._tier.look_up(digests)
+        if self._tiers is not None and isinstance(request, LOOK_UPS):
+            return self._tiers.look_up(request)
         return None
 
     def add(self, session: "Session") -> None:
@@ -307,8 +330,8 @@ class Session(asyncio.Protocol):
         self.client = Client()
         self._server = server
         self._frames = Frames(MAX_REQUEST_BYTES)
-        self._pending: deque[tuple[AnyRequest, asyncio.Task[None] | None]] = deque()
-        """Requests that wait for the tier, each with its look-up, or until the client reads its
+        self._pending: deque[tuple[AnyRequest, asyncio.Task[frozenset[bytes]] | None]] = deque()
+        """Requests that wait for the tiers, each with its look-up, or until the client reads its
         replies, and those behind them."""
         self._has_unread = False
 
@@ -321,6 +344,8 @@ class Session(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         try:
             for request in map(read_request, self._frames.split(data)):
+                if self._answer_hits(request):
+                    continue
                 looking = self._server.look_up(request) if self.client.role else None
                 if looking is not None:
                     looking.add_done_callback(lambda _: self._serve_pending())
@@ -333,6 +358,16 @@ class Session(asyncio.Protocol):
         if len(self._pending) > MAX_PENDING:
             self.transport.pause_reading()
 
+    def _answer_hits(self, request: AnyRequest) -> bool:
+        """Answer a look-up of which the memory has all, the most frequent request, at once."""
+        if self._pending or self._has_unread or not self.client.role:
+            return False
+        reply = self._server.answer_hits(self, request)
+        if reply is None:
+            return False
+        self.transport.write(encode(reply))
+        return True
+
     def _serve_pending(self) -> None:
         """Answer requests in their order, up to the next that waits."""
         if self.transport.is_closing():
@@ -343,7 +378,7 @@ class Session(asyncio.Protocol):
                 if looking is not None and not looking.done():
                     break
                 self._pending.popleft()
-                self._receive(request)
+                self._receive(request, () if looking is None else looking.result())
         except BadMessage as error:
             self._fail(error)
             return
@@ -371,9 +406,10 @@ class Session(asyncio.Protocol):
         self._has_unread = False
         self._serve_pending()
 
-    def _receive(self, request: AnyRequest) -> None:
+    def _receive(self, request: AnyRequest, claimed_elsewhere: Collection[bytes] = ()) -> None:
         if self.client.role:
-            if (reply := self._server.answer(self, request)) is not None:
+            reply = self._server.answer(self, request, claimed_elsewhere)
+            if reply is not None:
                 self.transport.write(encode(reply))
         elif isinstance(request, Hello):
             self._server.welcome(self, request)

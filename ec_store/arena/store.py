@@ -203,7 +203,7 @@ class ArenaStore(Store):
             bytes=stats.taken_bytes,
             max_bytes=stats.size_bytes,
             leased=stats.leased,
-            tier=None if stats.tier is None else msgspec.structs.asdict(stats.tier),
+            tiers={name: msgspec.structs.asdict(tier) for name, tier in stats.tiers.items()},
             **(self._process_counts() | {"evictions": stats.evictions}),
             memory=stats.memory,
         )

@@ -48,8 +48,8 @@ def blob_bytes(key: EntryKey, entry: Entry) -> int:
     return header_bytes + entry.data.nbytes
 
 
-def load_header(key: EntryKey | None, fd: int, size: int) -> EntryInfo:
-    """Read the header of a file of `size` bytes, and check that it has the key, if one is given.
+def load_header(digest: str, fd: int, size: int) -> EntryInfo:
+    """Read the header of a file of `size` bytes, and check that its key has the digest.
 
     Raises:
         CorruptEntry: the header is invalid, or of another key or size.
@@ -60,7 +60,7 @@ def load_header(key: EntryKey | None, fd: int, size: int) -> EntryInfo:
     if length > len(head):
         head = memoryview(os.pread(fd, length, 0))
     info = read_header(head)
-    if key is not None and info.key != key:
+    if info.key.digest != digest:
         raise CorruptEntry("it is another key's entry")
     if info.size_bytes != size:
         raise CorruptEntry(f"it is {size} bytes long, not {info.size_bytes}")
@@ -88,7 +88,7 @@ class EntryFiles:
         """
         if size < LARGE_BYTES:
             return decode(key, memoryview(os.pread(fd, size, 0)))
-        info = load_header(key, fd, size)
+        info = load_header(key.digest, fd, size)
         payload = self._buffers.take_buffer(info.payload_bytes)
         digest = xxhash.xxh3_64()
         for start in range(0, len(payload), _PIECE_BYTES):

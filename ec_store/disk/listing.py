@@ -44,10 +44,8 @@ def list_entries(tree: Tree, files: EntryFiles | None = None) -> Iterator[Listed
 def _listed(found: Found, fd: int, files: EntryFiles | None) -> Listed:
     info, problem, skipped = None, None, None
     try:
-        info = load_header(None, fd, found.size_bytes)
-        if info.key.digest != found.digest:
-            problem = "it is another key's entry"
-        elif files:
+        info = load_header(found.digest, fd, found.size_bytes)
+        if files:
             files.load(info.key, fd, found.size_bytes)
     except OtherFormat as error:
         skipped = str(error)

@@ -115,12 +115,16 @@ class SharedDiskStore(Store):
         return written
 
     def get(self, key: EntryKey) -> Entry | None:
-        entry = self._read(key, self._files.load, use=True)
+        entry = self._read(key.digest, lambda _, *file: self._files.load(key, *file), use=True)
         self.counts.add(misses=entry is None, hits=entry is not None)
         return entry
 
     def lookup(self, keys: Sequence[EntryKey]) -> list[EntryInfo | None]:
-        return [self._read(key, load_header, use=False) for key in keys]
+        return self.find([key.digest for key in keys])
+
+    def find(self, digests: Sequence[str]) -> list[EntryInfo | None]:
+        """Look up headers as `lookup`, by the digests of their keys."""
+        return [self._read(digest, load_header, use=False) for digest in digests]
 
     def lease(self, keys: Sequence[EntryKey], seconds: float) -> list[EntryInfo | None]:
         """Lease entries (see `Store.lease`). An entry is a miss if its lease cannot be written."""
@@ -129,20 +133,20 @@ class SharedDiskStore(Store):
         def leases() -> Folder:
             return lease_folder(self._opening.tree().leases, seconds, time.time())
 
-        def load_and_lease(key: EntryKey, fd: int, size: int) -> EntryInfo:
-            info = load_header(key, fd, size)
+        def load_and_lease(digest: str, fd: int, size: int) -> EntryInfo:
+            info = load_header(digest, fd, size)
             # An evictor locks an entry before it looks for leases.
             if not try_lock(fd, shared=True):
                 raise FileNotFoundError(errno.ENOENT, "it is being evicted")
             try:
                 if not os.fstat(fd).st_nlink:
                     raise FileNotFoundError(errno.ENOENT, "it was evicted")
-                add_lease(leases(), key.digest)
+                add_lease(leases(), digest)
             finally:
                 unlock(fd)
             return info
 
-        return [self._read(key, load_and_lease, use=True) for key in keys]
+        return [self._read(key.digest, load_and_lease, use=True) for key in keys]
 
     def claim(self, keys: Sequence[EntryKey], owner: str, seconds: float) -> list[bool]:
         """Claim entries (see `Store.claim`). Of several owners at once, one gets a claim."""
@@ -158,9 +162,13 @@ class SharedDiskStore(Store):
             give_back(self._opening.tree().claims, [key.digest for key in keys], name)
 
     def delete(self, keys: Sequence[EntryKey]) -> int:
+        return self.remove([key.digest for key in keys])
+
+    def remove(self, digests: Sequence[str]) -> int:
+        """Delete entries as `delete`, by the digests of their keys."""
         with self._translate_errors("entries could not be deleted"):
             tree = self._opening.tree()
-            return sum(self._delete(tree, key.digest) for key in keys)
+            return sum(self._delete(tree, digest) for digest in digests)
 
     def purge(self, namespace: str) -> int:
         purged = 0
@@ -243,7 +251,7 @@ class SharedDiskStore(Store):
         return StoreUnavailable(f"{what}: {error.strerror or error}{advice}")
 
     def _put(self, key: EntryKey, entry: Entry, size: int, *, replace: bool) -> bool:
-        if not replace and self._read(key, load_header, use=True) is not None:
+        if not replace and self._read(key.digest, load_header, use=True) is not None:
             return False
         for attempt in range(ROOM_MADE + 1):
             tree, is_last = self._opening.tree(create=True), attempt == ROOM_MADE
@@ -269,7 +277,7 @@ class SharedDiskStore(Store):
             write_entry(key, entry, fd)
             if _publish(tree, fd, digest, taken, replace=replace):
                 return True
-            if self._read(key, load_header, use=True) is not None:
+            if self._read(key.digest, load_header, use=True) is not None:
                 return False
             # An entry that readers ignore has the name. Readers of another release may lease it.
             if leased_digests(tree.leases, [digest], time.time()):
@@ -278,11 +286,9 @@ class SharedDiskStore(Store):
         finally:
             close_quietly(fd)
 
-    def _read(
-        self, key: EntryKey, load: Callable[[EntryKey, int, int], T], *, use: bool
-    ) -> T | None:
+    def _read(self, digest: str, load: Callable[[str, int, int], T], *, use: bool) -> T | None:
         """Open a live entry and call `load`; None if it is missing, corrupt or unreadable."""
-        tree, digest = None, key.digest
+        tree = None
         try:
             tree = self._opening.tree()
             fd = tree.open(digest)
@@ -297,7 +303,7 @@ class SharedDiskStore(Store):
                 return None
             if not self._is_live(status):
                 return None
-            loaded = load(key, fd, status.st_size)
+            loaded = load(digest, fd, status.st_size)
             if use:
                 self._touch(fd, status)
         except (OSError, OtherFormat):

@@ -121,30 +121,37 @@ class RedisStore(Store):
 
     def claim(self, keys: Sequence[EntryKey], owner: str, seconds: float) -> list[bool]:
         """Claim entries (see `Store.claim`). One round trip, two if some claims are renewed."""
-        return self._claim_and_ask(keys, owner, seconds, ())[0]
+        digests = [key.digest for key in keys]
+        return self._claim_and_ask(digests, owner_bytes(owner), seconds, ())[0]
 
     def claim_or_find(
         self, keys: Sequence[EntryKey], owner: str, seconds: float
     ) -> list[EntryInfo | bool]:
         """Claim missing entries (see `Store.claim_or_find`), in as many round trips as `claim`."""
-        digests = [key.digest for key in keys]
+        return self.claim_missing([key.digest for key in keys], owner_bytes(owner), seconds)
+
+    def claim_missing(
+        self, digests: Sequence[str], owner: bytes, seconds: float
+    ) -> list[EntryInfo | bool]:
+        """Claim missing entries as `claim_or_find`, by the digests of their keys."""
         with self._client.limit_time():
             claims, heads = self._claim_and_ask(
-                keys, owner, seconds, self._entries.info_commands(digests)
+                digests, owner, seconds, self._entries.info_commands(digests)
             )
             infos = self._entries.parse_infos(digests, heads)
-        needless = [
-            key for key, info, held in zip(keys, infos, claims, strict=True) if info and held
-        ]
-        self.release(needless, owner)
+        found = zip(digests, infos, claims, strict=True)
+        self.release_claims([digest for digest, info, held in found if info and held], owner)
         return [info or held for info, held in zip(infos, claims, strict=True)]
 
     def release(self, keys: Sequence[EntryKey], owner: str) -> None:
         """Release claims (see `Store.release`), in two round trips."""
-        value = owner_bytes(owner)
-        names = [self._names.claim(key.digest) for key in keys]
+        self.release_claims([key.digest for key in keys], owner_bytes(owner))
+
+    def release_claims(self, digests: Sequence[str], owner: bytes) -> None:
+        """Release claims as `release`, by the digests of their keys."""
+        names = [self._names.claim(digest) for digest in digests]
         holders = self._client.run([("GET", name) for name in names])
-        held = [name for name, holder in zip(names, holders, strict=True) if holder == value]
+        held = [name for name, holder in zip(names, holders, strict=True) if holder == owner]
         self._client.run([("UNLINK", name) for name in held])
 
     def delete(self, keys: Sequence[EntryKey]) -> int:
@@ -230,15 +237,15 @@ class RedisStore(Store):
             return self._entries.write(key.digest, header, payload, replace=replace)
 
     def _claim_and_ask(
-        self, keys: Sequence[EntryKey], owner: str, seconds: float, then: Sequence[Command]
+        self, digests: Sequence[str], owner: bytes, seconds: float, then: Sequence[Command]
     ) -> tuple[list[bool], list[Reply]]:
         """Claim entries as `claim`, and return the replies to `then`, of the same round trip."""
-        names = [self._names.claim(key.digest) for key in keys]
-        value, ms = owner_bytes(owner), max(1, int(min(seconds, LONGEST_CLAIM_S) * 1000))
+        names = [self._names.claim(digest) for digest in digests]
+        ms = max(1, int(min(seconds, LONGEST_CLAIM_S) * 1000))
         claims: list[Command] = [
             command
             for name in names
-            for command in (("SET", name, value, "NX", "PX", ms), ("GET", name))
+            for command in (("SET", name, owner, "NX", "PX", ms), ("GET", name))
         ]
         replies = self._client.run([*claims, *then])
         taken, holders = replies[: len(claims) : 2], replies[1 : len(claims) : 2]
@@ -246,9 +253,9 @@ class RedisStore(Store):
         held = [
             name
             for name, is_new, holder in zip(names, taken, holders, strict=True)
-            if not is_new and holder == value
+            if not is_new and holder == owner
         ]
-        renewed = self._renewed(held, value, ms)
+        renewed = self._renewed(held, owner, ms)
         claimed = [
             bool(is_new) or name in renewed for name, is_new in zip(names, taken, strict=True)
         ]

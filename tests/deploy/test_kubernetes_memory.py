@@ -166,7 +166,7 @@ def test_the_tier_for_several_nodes_is_the_redis_of_the_base() -> None:
     [flag] = re.findall(r"# - (--tier=\S+) #", (FOLDER / "store.yaml").read_text())
     args = make_parser().parse_args([*STORE["args"], flag])
 
-    assert args.tier == manifests.settings("epd-proxy")["EPD_EC_STORE"]
+    assert args.tier == [manifests.settings("epd-proxy")["EPD_EC_STORE"]]
     assert STORE["env"][1]["name"] == "EC_STORE_REDIS_PASSWORD"
 
 

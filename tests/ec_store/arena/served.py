@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -40,7 +40,7 @@ def serving(  # noqa: PLR0913 - all but two by name
     *,
     segment_bytes: int = 2**30,
     client_bytes: int | None = None,
-    tier: Tier | None = None,
+    tiers: Mapping[str, Tier] | None = None,
     tier_limits: TierLimits | None = None,
     **options: Any,
 ) -> Iterator[ArenaServer]:
@@ -52,7 +52,7 @@ def serving(  # noqa: PLR0913 - all but two by name
 
     async def serve() -> None:
         server = ArenaServer(memory, index, **options)
-        await server.start(bind(path, 0o600), tier, tier_limits)
+        await server.start(bind(path, 0o600), tiers, tier_limits)
         started.append(server)
         ready.set()
         await asyncio.to_thread(done.wait)

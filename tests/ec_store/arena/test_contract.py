@@ -1,4 +1,4 @@
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -6,10 +6,15 @@ import pytest
 from ec_store import EntryKey
 from ec_store.arena.connection import ArenaConnection
 from ec_store.arena.store import ArenaStore
+from ec_store.arena.tier import Tier, TierLimits
 from ec_store.arena.url import ArenaOptions
+from ec_store.disk.config import DiskConfig
+from ec_store.disk.store import SharedDiskStore
+from ec_store.redis.store import RedisStore
 from tests.ec_store.arena.served import hashed_pin, serving
 from tests.ec_store.claims_contract import ClaimsContract
 from tests.ec_store.contract import Opened, StoreContract
+from tests.support.redis_server import RedisServer
 
 
 class TestArena(StoreContract, ClaimsContract):
@@ -18,9 +23,13 @@ class TestArena(StoreContract, ClaimsContract):
     test_a_put_replaces_an_entry_of_another_format = None  # type: ignore[assignment]
 
     @pytest.fixture
-    def path(self, tmp_path: Path) -> Iterator[Path]:
+    def tiers(self) -> Mapping[str, Tier]:
+        return {}
+
+    @pytest.fixture
+    def path(self, tmp_path: Path, tiers: Mapping[str, Tier]) -> Iterator[Path]:
         path = tmp_path / "arena.sock"
-        with serving(path):
+        with serving(path, tiers=tiers, tier_limits=TierLimits(lookup_s=20.0)):
             yield path
 
     @pytest.fixture
@@ -45,3 +54,42 @@ class TestArena(StoreContract, ClaimsContract):
             writer.close()
 
         return spoil
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+def directory(path: Path) -> SharedDiskStore:
+    return SharedDiskStore(DiskConfig(str(path / "nvme")))
+
+
+def empty(server: RedisServer) -> RedisStore:
+    server.client.flushall()
+    return RedisStore.from_url(server.url("timeout=60s&connect_timeout=30s"))
+
+
+class TestArenaAndDirectory(TestArena):
+    # The sound entry comes back from the tier.
+    test_a_spoiled_entry_is_a_miss_and_is_counted_and_forgotten = None  # type: ignore[assignment]
+    test_an_entry_with_a_value_of_the_wrong_type_is_corrupt = None  # type: ignore[assignment]
+    test_verify_finds_and_removes_corrupt_entries = None  # type: ignore[assignment]
+    test_verify_removes_entries_with_values_of_the_wrong_type = None  # type: ignore[assignment]
+
+    @pytest.fixture
+    def tiers(self, tmp_path: Path) -> Mapping[str, Tier]:
+        return {"file": directory(tmp_path)}
+
+
+class TestArenaAndRedis(TestArenaAndDirectory):
+    @pytest.fixture
+    def tiers(self, server: RedisServer) -> Mapping[str, Tier]:
+        return {"redis": empty(server)}
+
+
+class TestArenaDirectoryAndRedis(TestArenaAndRedis):
+    @pytest.fixture
+    def tiers(self, tmp_path: Path, server: RedisServer) -> Mapping[str, Tier]:
+        return {"file": directory(tmp_path), "redis": empty(server)}

@@ -21,7 +21,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from ec_store import Entry, EntryKey, concurrency
 from ec_store.__main__ import main
 from ec_store.aio import AsyncStore
-from ec_store.arena import tier
+from ec_store.arena import tier_link
 from ec_store.arena.connection import ArenaConnection
 from ec_store.arena.extents import ExtentAllocator
 from ec_store.arena.index import ArenaIndex
@@ -120,9 +120,7 @@ class Host:
 
     @property
     def counts(self) -> TierStats:
-        counts = self.stats.tier
-        assert counts is not None
-        return counts
+        return self.stats.tiers["redis"]
 
     def until(self, **expected: float) -> None:
         """Wait until the numbers of the tier have these values."""
@@ -169,7 +167,7 @@ def start(tmp_path: Path, redis: RedisServer) -> Iterator[Start]:
             path = tmp_path / f"{len(list(tmp_path.iterdir()))}.sock"
             behind, limits = Gated(redis.url(query)), limits or TierLimits(lookup_s=WAIT_S)
             stack.enter_context(
-                serving(path, size_bytes, tier=behind, tier_limits=limits, **options)
+                serving(path, size_bytes, tiers={"redis": behind}, tier_limits=limits, **options)
             )
             store = ArenaStore(ArenaOptions(str(path), timeout_s=60, verify=1))
             host = Host(path, behind, store, limits)
@@ -359,11 +357,15 @@ def test_an_entry_that_was_replaced_after_its_look_up_does_not_come(
 def test_a_host_serves_while_redis_hangs(redis: RedisServer, start: Start) -> None:
     host = start(query="timeout=100ms", limits=TierLimits(skip_s=0.5))
     with redis.paused():
-        for number in range(20):
-            assert host.store.lookup([key(f"missing {number}")]) == [None]
+        numbers = count()
+        wait_for(
+            lambda: (
+                host.store.lookup([key(f"missing {next(numbers)}")]) == [None]
+                and host.counts.skipped
+            )
+        )
         assert host.store.put(key(), entry())
         assert_same(entry(), host.store.get(key()))
-        assert host.counts.skipped
         wait_for(lambda: host.counts.drops and not host.counts.queued)
 
     with RedisStore.from_url(redis.url()) as other:
@@ -379,7 +381,7 @@ def test_a_host_serves_while_redis_is_down_and_uses_it_when_it_is_back(
     with RedisServer(tmp_path / "redis") as own, ExitStack() as stack:
         behind = RedisStore.from_url(own.url())
         path = tmp_path / "own.sock"
-        stack.enter_context(serving(path, tier=behind, tier_limits=limits))
+        stack.enter_context(serving(path, tiers={"redis": behind}, tier_limits=limits))
         store = stack.enter_context(ArenaStore(ArenaOptions(str(path), timeout_s=WAIT_S)))
         store.put(key("before"), entry())
         wait_for(lambda: in_redis(own, key("before")))
@@ -412,11 +414,28 @@ def test_a_slow_lookup_delays_its_connection_alone_and_only_until_its_deadline(
     host.limits.lookup_s = 0.05
     host.tier.lookups.clear()
     assert host.store.lookup([key("other")]) == [None]
-    assert host.counts.errors == 1
+    assert (host.counts.late, host.counts.errors) == (1, 0)
+
+
+def test_no_client_waits_for_look_ups_that_are_late_and_what_they_find_is_fetched(
+    a: Host, b: Host
+) -> None:
+    a.store.put(key(), entry())
+    a.until(sent=1)
+    b.limits.lookup_s = 0.02
+    b.tier.lookups.clear()
+    for number in range(concurrency.FAILURES):
+        assert b.store.lookup([key(f"missing {number}")]) == [None]
+    b.limits.lookup_s = 2 * WAIT_S
+    assert b.store.lookup([key()]) == [None]
+    b.tier.lookups.set()
+
+    b.until(fetched=1, errors=0, late=concurrency.FAILURES + 1)
+    assert_same(entry(), b.store.get(key()))
 
 
 def test_late_look_ups_abandon_no_entry_that_was_found(a: Host, b: Host) -> None:
-    found = [key(f"found {number}") for number in range(tier.FETCH_THREADS + 1)]
+    found = [key(f"found {number}") for number in range(tier_link.FETCH_THREADS + 1)]
     for each in found:
         a.store.put(each, entry())
     a.until(sent=len(found))
@@ -427,7 +446,7 @@ def test_late_look_ups_abandon_no_entry_that_was_found(a: Host, b: Host) -> None
     b.tier.lookups.clear()
     for number in range(concurrency.FAILURES + 1):
         assert b.store.lookup([key(f"missing {number}")]) == [None]
-    assert b.counts.skipped == 1
+    assert b.counts.late == concurrency.FAILURES + 1
     b.tier.reads.set()
 
     b.until(fetched=len(found), drops=0)
@@ -584,7 +603,7 @@ def test_a_purged_namespace_is_purged_in_the_tier(redis: RedisServer, a: Host, b
 
 def test_purges_that_wait_for_the_tier_have_a_maximum(a: Host) -> None:
     a.tier.removals.clear()
-    for number in range(tier.QUEUE_NAMESPACES + 3):
+    for number in range(tier_link.QUEUE_NAMESPACES + 3):
         a.store.purge(f"namespace-{number}")
 
     assert a.counts.drops == 3
@@ -627,7 +646,8 @@ async def test_a_request_that_waited_for_the_tier_is_dropped_while_its_connectio
     redis: RedisServer, tmp_path: Path
 ) -> None:
     server = ArenaServer(create_memory(MIB), ArenaIndex(ExtentAllocator(MIB, MIB)))
-    await server.start(bind(tmp_path / "arena.sock", 0o600), RedisStore.from_url(redis.url()))
+    tiers = {"redis": RedisStore.from_url(redis.url())}
+    await server.start(bind(tmp_path / "arena.sock", 0o600), tiers)
     before = asyncio.all_tasks()
     session = Session(server)
     session.client.role = "reader"
@@ -675,7 +695,7 @@ def test_stat_shows_the_numbers_of_the_tier(a: Host, capsys: pytest.CaptureFixtu
         main(["stat", f"shm://{a.path}"])
 
     assert ended.value.code == 0
-    assert "tier       1 sent, 0 fetched, 0 queued, 0 drops, 0 errors" in capsys.readouterr().out
+    assert "redis      1 sent, 0 fetched, 0 queued, 0 drops, 0 errors" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("url", ["file://STORE", "redis://localhost:1"])
@@ -689,14 +709,26 @@ def test_a_tier_is_only_for_the_memory_of_a_host(
     assert "--tier is for the memory of a host" in capsys.readouterr().err
 
 
-def test_a_tier_that_is_not_redis_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("tiers", "problem"),
+    [
+        (["shm:///another.sock"], "cannot be a tier: use file://, redis:// or rediss://"),
+        (["redis://h", "file:///nvme"], "or both in this order"),
+        (["file:///nvme", "file:///other"], "or both in this order"),
+        (["redis://h", "rediss://h"], "or both in this order"),
+        (["file:///nvme", "redis://h", "rediss://h"], "or both in this order"),
+        (["file:///nvme?max_bytes=0"], "max_bytes"),
+    ],
+)
+def test_tiers_that_are_none_or_in_another_order_are_refused(
+    tiers: Sequence[str], problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    flags = [part for tier in tiers for part in ("--tier", tier)]
     with pytest.raises(SystemExit) as ended:
-        main(["serve", f"shm://{tmp_path}/arena.sock", "--tier", f"file://{tmp_path}"])
+        main(["serve", f"shm://{tmp_path}/arena.sock", *flags])
 
     assert ended.value.code == 2
-    assert "cannot be a tier: use redis:// or rediss://" in capsys.readouterr().err
+    assert problem in capsys.readouterr().err
 
 
 def test_an_entry_that_replaces_another_stays_on_its_host(redis: RedisServer, a: Host) -> None:
@@ -719,7 +751,7 @@ async def test_the_service_has_a_metric_for_each_number_of_the_tier(
 
     document = (ROOT / "docs" / "configuration" / "store.md").read_text()
     names = set(re.findall(r"^# TYPE (ec_store_tier_\w+)", page, re.MULTILINE))
-    assert "ec_store_tier_sent_total 1.0" in page
+    assert 'ec_store_tier_sent_total{tier="redis"} 1.0' in page
     assert {name.removesuffix("_total") for name in names if not name.endswith("_created")} == {
         f"ec_store_tier_{field}" for field in TierStats.__struct_fields__
     }
@@ -766,4 +798,4 @@ def test_a_host_without_a_tier_has_no_numbers_of_one(tmp_path: Path) -> None:
     path = tmp_path / "alone.sock"
     with serving(path), ArenaStore(ArenaOptions(str(path), timeout_s=WAIT_S)) as store:
         assert store.lookup([key()]) == [None]
-        assert store._ask(GetStats()).tier is None  # noqa: SLF001
+        assert store._ask(GetStats()).tiers == {}  # noqa: SLF001
