@@ -61,6 +61,7 @@ from epd.request.warmup import Warmup
 from epd.routing.balance import Choice
 from epd.routing.fatal import FatalRequests
 from epd.routing.health import HealthState
+from epd.routing.hosts import InstanceHosts
 from epd.routing.instances import ANSWERING, Instance, Role
 from epd.routing.namespaces import Namespaces
 from epd.routing.recent_items import RecentItems
@@ -196,6 +197,7 @@ class _Fleet(NamedTuple):
 
     table: InstanceTable
     namespaces: Namespaces
+    hosts: InstanceHosts
     transfer: KVTransfer
     policies: Policies
 
@@ -216,12 +218,14 @@ async def _fleet(
     )
     transfer = KV_TRANSFERS[config.kv_transfer]()
     registry = Registry(table, config.instances, fits=transfer.accepts_instance, on_change=changed)
-    fleet = _Fleet(table, Namespaces(table), transfer, make_checked_policies(config))
+    fleet = _Fleet(
+        table, Namespaces(table), InstanceHosts(table), transfer, make_checked_policies(config)
+    )
     sources = None if slot is None else slot.shared.sources
     async with (
         membership(config, registry, upstream, background, sources) as registrations,
         probe_periodically(table, upstream, config, background),
-        poll_metrics(table, fleet.namespaces, upstream, config, background),
+        poll_metrics(table, fleet.namespaces, fleet.hosts, upstream, config, background),
         _kv_events(table, config, background) as event_counts,
     ):
         app[TABLE], app[KV_TRANSFER] = table, transfer
@@ -240,7 +244,7 @@ async def _pipeline(  # noqa: PLR0913, PLR0917 - its collaborators
     conversations: Conversations,
     fleet: _Fleet,
 ) -> AsyncIterator[Pipeline]:
-    config, (table, namespaces, transfer, policies) = app[CONFIG], fleet
+    config, (table, namespaces, hosts, transfer, policies) = app[CONFIG], fleet
     ec_transfer = EC_TRANSFERS[config.ec_transfer]
     fatal = FatalRequests(
         config.suspect_s,
