@@ -23,6 +23,7 @@ from ec_store.arena.protocol import (
     Begin,
     Delete,
     End,
+    Find,
     Register,
 )
 from ec_store.arena.url import ArenaOptions
@@ -51,6 +52,11 @@ class AsyncArenaStore:
 
     async def lookup(self, keys: Sequence[EntryKey]) -> list[EntryInfo | None]:
         return entry_infos(keys, (await self._connection.call(find_request(keys))).headers)
+
+    async def find_here(self, keys: Sequence[EntryKey]) -> list[EntryInfo | None]:
+        """Look entries up in the memory alone, and not in the tier behind it."""
+        request = Find(key_digests(keys), local=True)
+        return entry_infos(keys, (await self._connection.call(request)).headers)
 
     async def lease(self, keys: Sequence[EntryKey], seconds: float) -> list[EntryInfo | None]:
         return entry_infos(keys, (await self._connection.call(find_request(keys, seconds))).headers)

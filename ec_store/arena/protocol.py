@@ -217,7 +217,7 @@ class Hello(ArenaRequest[Welcome], frozen=True):
     Attributes:
         role: `reader` gets a read-only descriptor of the memory, `writer` one to write,
             and `proxy` none.
-        key: key of the server, over TCP; empty on a Unix socket, whose folder protects it.
+        key: key of the server, over TCP; empty on a Unix socket, which its folder protects.
     """
 
     version: int

@@ -73,6 +73,11 @@ class RemoteArenaStore(AsyncArenaStore):
         """Create the store; the first call connects it."""
         super().__init__(RemoteEndpoint(options), options.timeout_s)
 
+    @property
+    def arena(self) -> bytes:
+        """Name of the server's memory, another one after each start; empty before a connection."""
+        return self._connection.arena
+
     async def put(self, key: EntryKey, entry: Entry, *, replace: bool = False) -> bool:  # noqa: ARG002
         """Write nothing, and return False as for an entry that another process is writing."""
         return False

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -39,6 +39,10 @@ class RemoteOptions:
     ssl_ca_certs: str | None = None
     timeout_s: float = TIMEOUT_S
 
+    def at(self, host: str, port: int) -> "RemoteOptions":
+        """Return the same options for another server."""
+        return replace(self, host=host, port=port)
+
 
 def remote_options(url: str, environment: Mapping[str, str] = os.environ) -> RemoteOptions:
     """Parse a URL such as `shm+tls://host:8101?ssl_ca_certs=/etc/ca.pem`.
@@ -67,6 +71,12 @@ def remote_options(url: str, environment: Mapping[str, str] = os.environ) -> Rem
     check_key(key)
     ca_certs = given.get("ssl_ca_certs")
     return RemoteOptions(parts.hostname or "", port, secure, key, ca_certs, timeout_s)
+
+
+def is_of_hosts(url: str) -> bool:
+    """Return whether a URL is of the memories of all hosts, each of which an instance names."""
+    parts = urlsplit(url)
+    return parts.scheme in SCHEMES and not parts.hostname
 
 
 def check_key(key: str) -> None:

@@ -16,7 +16,7 @@ The steps for one item, each taken unless an earlier one has the output:
 import asyncio
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -42,6 +42,7 @@ from epd.request.recovery import MAX_ENCODES, EncodeFailure, encode_delay_s
 from epd.request.stages import Stages
 from epd.routing.balance import Choice
 from epd.routing.fatal import FatalRequests
+from epd.routing.host_report import Host
 from epd.routing.instances import Instance, Role
 from epd.routing.namespaces import Namespaces
 from epd.routing.retries import Retries
@@ -61,7 +62,8 @@ requests, and few fleets have more encode instances."""
 class Encoder:
     """Provider of the encoder outputs of requests. Belongs to one event loop.
 
-    `_choice` is among the encode instances, and `_consumers` among those that prefill.
+    `_choice` is among the encode instances, and `_consumers` among those that prefill. `_claims_at`
+    returns the claims at the server of a consumer's host; None if all instances have one store.
     """
 
     _table: InstanceTable
@@ -74,7 +76,8 @@ class Encoder:
     _token_counts: TokenCounts
     _placement: Placement
     _claims: Claims | None
-    _identifiers: Identifiers = field(default_factory=Identifiers)
+    _claims_at: Callable[[Host | None], Claims | None] | None = None
+    identifiers: Identifiers = field(default_factory=Identifiers)
     _flights: Flights[Hashable, "tuple[EncodedItem, Span | None]"] = field(default_factory=Flights)
     _retries: Retries = field(default_factory=Retries)
 
@@ -90,6 +93,9 @@ class Encoder:
         Raises:
             ProxyError: an item failed; encodes of the others that no request shares are cancelled.
         """
+        if self._claims_at is not None:  # one store for the whole job, whatever instances name
+            at_host = replace(self, _claims=self._claims_at(job.host), _claims_at=None)
+            return await at_host.encode(job, consumer_claims)
         request, record = job.request, job.request.record
         if self._placement.skips_encode(job):
             return [EncodedItem(item, OutputFacts(), "local") for item in request.items]
@@ -127,13 +133,13 @@ class Encoder:
             skipped = job.reencode and pending.item.has_media
             if pending.output_key is None or skipped:
                 continue
-            if identifier := self._identifiers.identifier_of(pending.output_key):
+            if identifier := self.identifiers.identifier_of(pending.output_key):
                 pending.entry_key = EntryKey(namespace, identifier)
         keys = [*dict.fromkeys(pending.entry_key for pending in items if pending.entry_key)]
         if not keys:
             return ()
         with job.request.record.time_stage("store", "lookup"):
-            lookup = await claims.look_up(keys, patient=not job.has_all_media)
+            lookup = await claims.look_up(keys, patient=not job.has_all_media, known=job.found)
         if lookup.found is None and not job.has_all_media:
             raise no_store("the encoder store did not answer; retry later, or send the media")
         for pending in items:
@@ -271,7 +277,7 @@ class Encoder:
         if self._claims is not None and encoded.namespace is not None:
             self._claims.cache.learn_namespace(output.model, encoded.namespace)
         if encoded.identifier is not None:
-            self._identifiers.learn_identifier(output, encoded.identifier)
+            self.identifiers.learn_identifier(output, encoded.identifier)
         trace = request.record.span
         span = None if trace is None else trace.latest_child("encode", item)
         return EncodedItem(item, encoded, "encoded"), span
@@ -300,6 +306,7 @@ class Encoder:
         """
         item, request = pending.item, job.request
         choice, fits = self._instances(job)
+        worth = None if job.host is None else partial(self._placement.is_at, job.host)
         falls_back = self._placement.may_leave(job)
         tried: list[Instance] = []
         server_errors = 0
@@ -321,6 +328,7 @@ class Encoder:
                             item=item.identity,
                             session=request.session,
                             prefer=pending.instance,
+                            worth=worth,
                             fits=fitting,
                         ),
                         fits,
@@ -355,7 +363,12 @@ class Encoder:
         """
         if self._table.has(Role.ENCODE) or not self._namespaces.any_consumer_writes():
             return self._choice, self._placement.fits(job)
-        return self._consumers, partial(self._namespaces.writes_to, namespace=job.namespace)
+
+        def writes(instance: Instance) -> bool:
+            writes = self._namespaces.writes_to(instance, job.namespace)
+            return writes and self._placement.reaches(job, instance)
+
+        return self._consumers, writes
 
     def _timeout_s(self, job: EncodeJob, item: MMItem, tried: Sequence[Instance]) -> float:
         """Return the time limit of a request: half of what is left while another one may follow.

@@ -87,6 +87,9 @@ class Attempt(NamedTuple):
         encoded_items: an encoder output for each item, from this attempt or an earlier one; None
             before the first encode.
         namespace: namespace of the consumer for which they were encoded, if known.
+        host: address of the server of that consumer's host, if each host has a memory.
+        worth: worth of a consumer for this attempt, by the entries of its host; None: all have the
+            same.
     """
 
     request: Request
@@ -102,6 +105,8 @@ class Attempt(NamedTuple):
     without_prefill: bool = False
     encoded_items: Sequence[EncodedItem] | None = None
     namespace: str | None = None
+    host: str | None = None
+    worth: Callable[[Instance], float] | None = None
 
     @property
     def local_identities(self) -> Sequence[str]:

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
+from ec_store.arena.remote_url import is_of_hosts, remote_options
 from ec_store.opening import open_proxy_store
 from epd.aio import Background
 from epd.api.endpoints import ENDPOINTS
@@ -28,6 +29,7 @@ from epd.edge.files import Files
 from epd.edge.protocol import DIRECT
 from epd.encoder_cache.claims import Claims
 from epd.encoder_cache.client import EncoderCache
+from epd.encoder_cache.hosts import HostStores
 from epd.encoder_cache.keys import Keys
 from epd.events import InstanceChanged, Observer
 from epd.media.fetch import MediaFetcher
@@ -47,6 +49,7 @@ from epd.policies.registry import Policies
 from epd.request.choices import Choices
 from epd.request.early_choice import EarlyChoice
 from epd.request.encode import Encoder
+from epd.request.host_choice import HostChoice
 from epd.request.item_tokens import TokenCounts
 from epd.request.kv_peers import PeerRegistry
 from epd.request.kv_readback import Readbacks
@@ -163,9 +166,10 @@ async def build_components(
         Upstream.connect(files.upstream_tls) as upstream,
         MediaFetcher.open(config) if config.media_fetch == "proxy" else nullcontext() as media,
         _store(config, background) as cache,
+        _host_stores(config, background) as stores,
         Conversations.from_config(config) as conversations,
-        _fleet(app, upstream, conversations, slot) as fleet,
-        _pipeline(app, upstream, media, cache, conversations, fleet) as pipeline,
+        _fleet(app, upstream, conversations, stores, slot) as fleet,
+        _pipeline(app, upstream, media, cache, stores, conversations, fleet) as pipeline,
     ):
         if tracer is not None:
             app[TRACER] = tracer
@@ -178,7 +182,7 @@ async def build_components(
         store = None if config.ec_store is None else urlsplit(config.ec_store).scheme
         boards = () if slot is None else (slot.shared.recents, slot.index)
         app[BOARD] = Board(app[RECENT], fleet.table, metrics, store, *boards)
-        metrics.add_source(partial(store_metrics, cache))
+        metrics.add_source(partial(store_metrics, cache or stores))
         metrics.add_source(partial(conversation_metrics, conversations))
         async with _written_pages(metrics, app[BOARD], background):
             yield
@@ -187,9 +191,18 @@ async def build_components(
 def _store(
     config: ProxyConfig, background: Background
 ) -> AbstractAsyncContextManager[EncoderCache | None]:
-    if config.ec_store is None:
+    if config.ec_store is None or is_of_hosts(config.ec_store):
         return nullcontext()
     return EncoderCache(partial(open_proxy_store, config.ec_store), config, background)
+
+
+def _host_stores(
+    config: ProxyConfig, background: Background
+) -> AbstractAsyncContextManager[HostStores | None]:
+    """Return the memories of the instances' hosts; None if all have one store."""
+    if config.ec_store is None or not is_of_hosts(config.ec_store):
+        return nullcontext()
+    return HostStores(remote_options(config.ec_store), config, background)
 
 
 class _Fleet(NamedTuple):
@@ -207,6 +220,7 @@ async def _fleet(
     app: web.Application,
     upstream: Upstream,
     conversations: Conversations,
+    stores: HostStores | None,
     slot: WorkerSlot | None,
 ) -> AsyncIterator[_Fleet]:
     """Keep the instances up to date: members, health, load and prefix caches."""
@@ -218,9 +232,9 @@ async def _fleet(
     )
     transfer = KV_TRANSFERS[config.kv_transfer]()
     registry = Registry(table, config.instances, fits=transfer.accepts_instance, on_change=changed)
-    fleet = _Fleet(
-        table, Namespaces(table), InstanceHosts(table), transfer, make_checked_policies(config)
-    )
+    hosts = InstanceHosts(table, None if stores is None else stores.use_servers)
+    policies = make_checked_policies(config)
+    fleet = _Fleet(table, Namespaces(table), hosts, transfer, policies)
     sources = None if slot is None else slot.shared.sources
     async with (
         membership(config, registry, upstream, background, sources) as registrations,
@@ -241,6 +255,7 @@ async def _pipeline(  # noqa: PLR0913, PLR0917 - its collaborators
     upstream: Upstream,
     media: MediaFetcher | None,
     cache: EncoderCache | None,
+    stores: HostStores | None,
     conversations: Conversations,
     fleet: _Fleet,
 ) -> AsyncIterator[Pipeline]:
@@ -267,10 +282,19 @@ async def _pipeline(  # noqa: PLR0913, PLR0917 - its collaborators
             releases,
             fatal,
         )
+        encoder = _encoder(fleet, stages, ec_transfer, fatal, cache, stores)
+        host_choice = None
+        if stores is not None:
+            host_choice = HostChoice(table, hosts, stores, encoder.identifiers)
         early_choice = None
-        if ec_transfer.pushed or cache is not None:  # only instances of a store have namespaces
+        if ec_transfer.pushed or cache or stores:  # only instances of a store have namespaces
             early_choice = EarlyChoice(
-                table, namespaces, prefill_decode.choose_first, ec_transfer.pushed, by_content
+                table,
+                namespaces,
+                prefill_decode.choose_first,
+                ec_transfer.pushed,
+                by_content,
+                host_choice,
             )
         yield Pipeline(
             table,
@@ -278,7 +302,7 @@ async def _pipeline(  # noqa: PLR0913, PLR0917 - its collaborators
             media,
             keys,
             ec_transfer,
-            _encoder(table, namespaces, stages, ec_transfer, fatal, cache),
+            encoder,
             prefill_decode,
             early_choice,
             choices,
@@ -304,13 +328,14 @@ async def _written_pages(
 
 
 def _encoder(  # noqa: PLR0913, PLR0917 - its collaborators
-    table: InstanceTable,
-    namespaces: Namespaces,
+    fleet: _Fleet,
     stages: Stages,
     transfer: ECTransfer,
     fatal: FatalRequests,
     cache: EncoderCache | None,
+    stores: HostStores | None,
 ) -> Encoder:
+    table, namespaces = fleet.table, fleet.namespaces
     claims = None if cache is None or transfer.pushed else Claims(cache)
     counts = TokenCounts()
     return Encoder(
@@ -322,8 +347,11 @@ def _encoder(  # noqa: PLR0913, PLR0917 - its collaborators
         transfer,
         fatal,
         counts,
-        Placement(table, namespaces, counts, transfer.pushed),
+        Placement(
+            table, namespaces, counts, transfer.pushed, None if stores is None else fleet.hosts
+        ),
         claims,
+        None if stores is None else stores.claims_at,
     )
 
 

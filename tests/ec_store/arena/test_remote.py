@@ -149,7 +149,7 @@ async def test_claims_end_with_the_connection(host: Host) -> None:
     ],
     ids=["none", "other", "longer", "shorter", "version"],
 )
-async def test_another_key_is_refused(host: Host, hello: Hello) -> None:
+async def test_a_peer_with_another_key_is_refused(host: Host, hello: Hello) -> None:
     [failed] = await replies(host.port, encode(hello), encode(Find([OTHER])))
 
     assert isinstance(failed, Failed)
@@ -158,7 +158,7 @@ async def test_another_key_is_refused(host: Host, hello: Hello) -> None:
 
 
 @pytest.mark.fault(150)
-async def test_another_version_is_refused_by_name(host: Host) -> None:
+async def test_a_peer_of_another_version_is_refused_by_name(host: Host) -> None:
     [failed] = await replies(host.port, encode(Hello(VERSION + 1, "proxy", KEY)))
 
     assert isinstance(failed, Failed)

@@ -52,7 +52,7 @@ def test_the_server_is_named_before_the_first_step(
 
 
 @pytest.mark.parametrize("has_server", [False, True], ids=["no server", "without --listen"])
-def test_without_an_address_no_server_is_named(
+def test_a_server_without_an_address_is_not_named(
     vllm: Any, url: str, path: Path, registry: CollectorRegistry, has_server: bool
 ) -> None:
     if has_server:
