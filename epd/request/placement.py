@@ -132,13 +132,13 @@ class Placement:
     def _is_out_of_reach(self, job: EncodeJob) -> bool:
         """Return whether there are encode instances, but none that writes where the consumer reads.
 
-        Then it gets the media, as far as the request has them.
+        Then it gets the media, if it may encode them.
         """
         encoders = self._table.all(Role.ENCODE)
         return bool(
             self._by_host(job)
             and encoders
-            and job.has_all_media
+            and self.may_leave(job)
             and not any(self.reaches(job, candidate.instance) for candidate in encoders)
         )
 

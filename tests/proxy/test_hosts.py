@@ -127,7 +127,7 @@ async def test_a_request_goes_to_the_host_that_has_its_entry(
         # Each was encoded on the host of its consumer, and both hosts were used.
         assert calls(fleet.encode) == calls(fleet.decode) == entries
         assert min(entries) > 0
-        for content in (b"1", b"2", b"3", b"4") * 3:
+        for content in (b"1", b"1", b"1", b"2", b"2", b"2", b"3", b"3", b"3", b"4", b"4", b"4"):
             assert await items_of(fleet, request(image(content))) == {"hit": 1}
         assert sum(calls(fleet.encode)) == 4
         assert calls(fleet.decode) == [4 * count for count in entries]
@@ -159,10 +159,25 @@ async def test_a_consumer_beyond_the_reach_of_all_encoders_gets_the_media(
         await known(a, b)
         assert await items_of(fleet, request(image(b"1"))) == {"local": 1}
         assert calls(fleet.encode) == [0]
+        assert fleet.events.requests[-1].places == {("local", "out_of_reach"): 1}
         a.tier = b.tier = "cafe"
         await known(a, b)
         assert await items_of(fleet, request(image(b"2"))) == {"encoded": 1}
         assert calls(fleet.encode) == [1]
+
+
+@pytest.mark.fault(155)
+async def test_a_consumer_that_may_not_encode_gets_no_item_out_of_its_reach(
+    launch: Launch, tmp_path: Path
+) -> None:
+    config = {"decode": 1, "on_encode_failure": "fail"}
+    async with two_hosts(tmp_path) as (a, b), fleet_of(launch, a, **config) as fleet:
+        b.has(fleet.d)
+        await known(a, b)
+        status, body = await fleet.chat(request(image(b"1")))
+        assert (status, body["error"]["code"]) == (503, 503), body
+        assert "within its reach" in body["error"]["message"]
+        assert calls(fleet.encode) == calls(fleet.decode) == [0]
 
 
 @pytest.mark.fault(155)
