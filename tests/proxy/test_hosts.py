@@ -23,6 +23,7 @@ from tests.requests import image, request
 from tests.support.backed import BUDGET_S, NAMESPACE, Backed, items_of, registered
 from tests.support.fake_instance import FakeInstance, decodes, encodes
 from tests.support.fleet import Fleet, Launch, until
+from tests.support.redis_server import RedisServer
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +36,7 @@ class OneHost:
     """Server of a host, and what its instances do.
 
     Attributes:
-        tier: digest that its instances name; empty for none.
+        tier: digest that its instances name; empty for that of the server.
         arena: memory that they name; None for that of the server.
     """
 
@@ -53,7 +54,8 @@ class OneHost:
         arena = self.store.connection.arena
         memory = self.arena or ("" if arena is None else arena.name.hex())
         address = f"shm+tcp://127.0.0.1:{self.port}"
-        labels = f'address="{address}",arena="{memory}",engine="0",tier="{self.tier}"'
+        tier = self.tier or ("" if arena is None else arena.tier)
+        labels = f'address="{address}",arena="{memory}",engine="0",tier="{tier}"'
         return web.Response(
             text=f"# HELP\nvllm:ec_store_host_info{{{labels}}} 1.0\n"
             f'vllm:ec_store_namespace_info{{engine="0",namespace="{NAMESPACE}"}} 1.0\n'
@@ -68,9 +70,9 @@ class OneHost:
 
 
 @asynccontextmanager
-async def host(folder: Path, name: str) -> AsyncIterator[OneHost]:
+async def host(folder: Path, name: str, *flags: str) -> AsyncIterator[OneHost]:
     path, port = folder / f"{name}.sock", free_port()
-    with served(path, port) as process, open_store(f"shm://{path}?timeout=20s") as store:
+    with served(path, port, *flags) as process, open_store(f"shm://{path}?timeout=20s") as store:
         assert isinstance(store, ArenaStore)
         await until(lambda: registered(store))
         backed = Backed(store, folder)
@@ -79,9 +81,9 @@ async def host(folder: Path, name: str) -> AsyncIterator[OneHost]:
 
 
 @asynccontextmanager
-async def two_hosts(folder: Path) -> AsyncIterator[tuple[OneHost, OneHost]]:
+async def two_hosts(folder: Path, *flags: str) -> AsyncIterator[tuple[OneHost, OneHost]]:
     async with AsyncExitStack() as stack:
-        a, b = [await stack.enter_async_context(host(folder, name)) for name in "ab"]
+        a, b = [await stack.enter_async_context(host(folder, name, *flags)) for name in "ab"]
         yield a, b
 
 
@@ -201,6 +203,31 @@ async def test_an_encoder_on_the_host_of_the_consumer_is_preferred_to_a_shared_t
         for content in (b"1", b"2", b"3", b"4"):
             assert await items_of(fleet, request(image(content))) == {"encoded": 1}
         assert calls(fleet.encode) == calls(fleet.decode)
+
+
+async def test_an_entry_of_another_host_is_a_hit_through_a_shared_tier(
+    launch: Launch, tmp_path: Path
+) -> None:
+    """A real server of each host, and a real Redis; each consumer reads its own host's memory."""
+    pictures = [request(image(content)) for content in (b"1", b"2", b"3", b"4", b"5")]
+    with RedisServer(tmp_path / "redis") as redis:
+        tier = f"--tier={redis.url('timeout=20s')}"
+        async with two_hosts(tmp_path, tier) as (a, b):
+            async with fleet_of(launch, a) as fleet:
+                await known(a)
+                for picture in pictures:
+                    assert await items_of(fleet, picture) == {"encoded": 1}
+                await asyncio.gather(*a.backed.writes)
+            await until(lambda: redis.command("DBSIZE") >= len(pictures))
+            async with fleet_of(launch, a, decode=1) as fleet:
+                b.has(fleet.d)
+                await known(a, b)
+                found = [await items_of(fleet, picture) for picture in pictures]
+                # On a busy machine, a tier may answer after its 10 ms: a miss.
+                hits = found.count({"hit": 1})
+                assert hits > 0
+                assert calls(fleet.encode) == [len(pictures) - hits]
+                assert calls(fleet.decode) == [len(pictures)]
 
 
 @pytest.mark.fault(153)

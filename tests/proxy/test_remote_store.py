@@ -17,11 +17,11 @@ from tests.support.fleet import Launch, until
 
 
 @contextmanager
-def served(path: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
+def served(path: Path, port: int, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
     """Run `ec-store serve --listen`."""
     command = [sys.executable, "-m", "ec_store", "serve", f"shm://{path}?max_bytes=16MiB"]
     with subprocess.Popen(
-        [*command, "--port", "0", "--listen", f"127.0.0.1:{port}"],
+        [*command, "--port", "0", "--listen", f"127.0.0.1:{port}", *flags],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     ) as process:
