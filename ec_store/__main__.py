@@ -119,7 +119,23 @@ def make_parser() -> argparse.ArgumentParser:
         "none)"
     )
     serve.add_argument("--tier", metavar="URL", action="append", default=[], help=tier)
+    _add_listening(serve)
     return parser
+
+
+def _add_listening(serve: argparse.ArgumentParser) -> None:
+    listen = (
+        "address at which proxies of other hosts look up, lease and claim entries of the memory, "
+        "with EC_STORE_API_KEY; no entry passes over it (default none)"
+    )
+    certificate = "certificate of --listen, and its chain; read again at SIGHUP (default: no TLS)"
+    for flag, metavar, text in (
+        ("--listen", "HOST:PORT", listen),
+        ("--advertise", "HOST:PORT", "address at which proxies reach --listen (default: the same)"),
+        ("--ssl-certfile", "FILE", certificate),
+        ("--ssl-keyfile", "FILE", "private key of the certificate, without passphrase"),
+    ):
+        serve.add_argument(flag, metavar=metavar, help=text)
 
 
 def _add_settings(configure: argparse.ArgumentParser) -> None:

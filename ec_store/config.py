@@ -1,5 +1,6 @@
 """Parsers of the parameters in a store URL."""
 
+import hashlib
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -65,6 +66,18 @@ def _quantity(text: str, units: Mapping[str, float], what: str) -> float:
     if match is None or match[2] not in units:
         raise ValueError(f"{text!r} is not {what}")
     return float(match[1]) * units[match[2]]
+
+
+def shared_name(url: str) -> str:
+    """Return a digest of the URL of a store that hosts share, the same on each: no secret.
+
+    The user, the password and the parameters may differ; a store of another spelling is another.
+    """
+    parts = urlsplit(redacted(url))
+    place = f"{parts.scheme}://{parts.netloc.removeprefix('***@')}{parts.path.rstrip('/')}"
+    prefix = parse_qsl(parts.query)
+    named = [value for name, value in prefix if name == "prefix"]
+    return hashlib.sha256(repr((place, named)).encode()).hexdigest()[:16]
 
 
 def redacted(url: str) -> str:

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, TypeAlias
 from urllib.parse import urlsplit
 
 from ec_store.aio import THREADS, AsyncStore, on_thread
+from ec_store.arena.remote_url import SCHEMES as REMOTE
+from ec_store.arena.remote_url import remote_options
 from ec_store.arena.tier import SharedTier, Tier
 from ec_store.arena.url import ArenaOptions, arena_options
 from ec_store.base import Store
@@ -116,8 +118,13 @@ async def open_proxy_store(url: str) -> ProxyStore:
 
     The errors are those of `open_store`.
     """
-    if urlsplit(url).scheme == "shm":
+    scheme = urlsplit(url).scheme
+    if scheme in REMOTE:
+        from ec_store.arena.remote_store import RemoteArenaStore  # noqa: PLC0415
+
+        return RemoteArenaStore(remote_options(url))
+    if scheme == "shm":
         from ec_store.arena.aio_store import AsyncArenaStore  # noqa: PLC0415
 
-        return AsyncArenaStore(arena_options(url))
+        return AsyncArenaStore.from_options(arena_options(url))
     return await open_async_store(url, create=False, lazy=True)

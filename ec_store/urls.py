@@ -2,6 +2,8 @@
 
 from urllib.parse import urlsplit
 
+from ec_store.arena.remote_url import SCHEMES as REMOTE
+from ec_store.arena.remote_url import remote_options
 from ec_store.arena.url import ArenaOptions, arena_options
 from ec_store.config import redacted
 from ec_store.disk.config import DiskConfig
@@ -23,6 +25,8 @@ def parse_url(url: str) -> DiskConfig | ArenaOptions | RedisOptions:
         return arena_options(url)
     if scheme in REDIS:
         return redis_options(url)
+    if scheme in REMOTE:
+        raise ValueError(f"{scheme}:// is for a proxy: on its own host, use shm:///path/of/socket")
     if url.startswith("/"):
         raise ValueError(f"{url!r} is not the URL of a store: is file://{url} meant?")
     raise ValueError(
@@ -35,6 +39,17 @@ def check_url(url: str) -> str:
     """Check that `open_store` accepts a URL, and return it; errors are those of `parse_url`."""
     parse_url(url)
     return url
+
+
+def check_proxy_url(url: str) -> str:
+    """Check that `open_proxy_store` accepts a URL, and return it; errors are those of `parse_url`.
+
+    A proxy may also use the memory of another host.
+    """
+    if urlsplit(url).scheme in REMOTE:
+        remote_options(url)
+        return url
+    return check_url(url)
 
 
 def fetch_threads(url: str) -> int:

@@ -1,12 +1,16 @@
-"""Connection of an event loop to the server of an arena: many calls at once, and no thread."""
+"""Connection of an event loop to the server of an arena: many calls at once, and no thread.
+
+The server is at a Unix socket of this host, or at another host (`ec_store.arena.remote_store`).
+"""
 
 import asyncio
 import os
 import socket
 from collections import deque
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 from ec_store.arena.protocol import (
     MAX_REPLY_BYTES,
@@ -18,6 +22,7 @@ from ec_store.arena.protocol import (
     Hello,
     Message,
     Reply,
+    Welcome,
     encode,
     read_reply,
 )
@@ -34,16 +39,63 @@ LOOK_AGAIN_S = 0.05
 R = TypeVar("R", bound=Message)
 
 
+class Endpoint(Protocol):
+    """Address of a server."""
+
+    @property
+    def name(self) -> str:
+        """Return the server as messages name it."""
+
+    @property
+    def hello(self) -> Hello:
+        """Return the first request."""
+
+    async def open(self, link: asyncio.Protocol) -> socket.socket:
+        """Connect a protocol, and return its socket. Raise OSError if it cannot be connected."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnixEndpoint:
+    """Path of the Unix socket of a server on this host."""
+
+    path: str
+
+    @property
+    def name(self) -> str:
+        return f"the arena at {self.path}"
+
+    @property
+    def hello(self) -> Hello:
+        return Hello(VERSION, "proxy")
+
+    async def open(self, link: asyncio.Protocol) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            check_folder(Path(self.path).parent)
+            connection.setblocking(False)
+            connection.connect(self.path)  # at once, or not at all: it never waits
+            loop = asyncio.get_running_loop()
+            await loop.create_unix_connection(lambda: link, sock=connection)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+
 class AsyncArenaConnection:
     """Connection that is made at the first call, and again after a failure. For one event loop.
 
     It gets no memory (the role `proxy`). After a fork, the child has no part in it.
+
+    Attributes:
+        arena: name of the server's memory, a new one at each start; empty before the first call.
     """
 
-    def __init__(self, path: str, timeout_s: float) -> None:
-        """Create a connection to the server at a path, which may take `timeout_s` for a reply."""
-        self._path = path
-        self._name = f"the arena at {path}"
+    def __init__(self, endpoint: Endpoint, timeout_s: float) -> None:
+        """Create a connection to a server, which may take `timeout_s` for a reply."""
+        self.arena = b""
+        self._endpoint = endpoint
+        self._name = endpoint.name
         self._timeout_s = timeout_s
         self._link: _Link | None = None
         self._connecting: asyncio.Task[None] | None = None
@@ -104,21 +156,14 @@ class AsyncArenaConnection:
 
     async def _new_link(self) -> "_Link":
         link = _Link(self._name, self._timeout_s)
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket = connection
         try:
-            check_folder(Path(self._path).parent)
-            connection.setblocking(False)
-            connection.connect(self._path)  # at once, or not at all: it never waits
-            loop = asyncio.get_running_loop()
-            await loop.create_unix_connection(lambda: link, sock=connection)
-        except BaseException as error:
-            connection.close()
-            if isinstance(error, OSError):
-                raise StoreUnavailable(f"{self._name}: {error}") from error
-            raise
+            async with asyncio.timeout(self._timeout_s):
+                self._socket = await self._endpoint.open(link)
+        except OSError as error:  # TimeoutError is one
+            problem = str(error) or f"no connection within {self._timeout_s:g} s"
+            raise StoreUnavailable(f"{self._name}: {problem}") from error
         try:
-            await link.ask(Hello(VERSION, "proxy"))
+            self.arena = cast("Welcome", await link.ask(self._endpoint.hello)).arena
         except BaseException:
             link.end("it is closed")
             await link.lost.wait()

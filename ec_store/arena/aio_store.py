@@ -2,8 +2,9 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from typing import Self
 
-from ec_store.arena.aio_connection import AsyncArenaConnection
+from ec_store.arena.aio_connection import AsyncArenaConnection, Endpoint, UnixEndpoint
 from ec_store.arena.fields import (
     claim_request,
     encode_header,
@@ -22,6 +23,7 @@ from ec_store.arena.protocol import (
     Begin,
     Delete,
     End,
+    Find,
     Register,
 )
 from ec_store.arena.url import ArenaOptions
@@ -36,15 +38,25 @@ class AsyncArenaStore:
     Results and errors are those of `Store`. A call is one message, for at most `MAX_KEYS` keys.
     """
 
-    def __init__(self, options: ArenaOptions) -> None:
-        """Create the store; the first call connects it."""
-        self._connection = AsyncArenaConnection(options.path, options.timeout_s)
+    def __init__(self, endpoint: Endpoint, timeout_s: float) -> None:
+        """Create the store; the first call connects it. Each call may take `timeout_s`."""
+        self._connection = AsyncArenaConnection(endpoint, timeout_s)
+
+    @classmethod
+    def from_options(cls, options: ArenaOptions) -> Self:
+        """Create the store of this host's memory."""
+        return cls(UnixEndpoint(options.path), options.timeout_s)
 
     async def check(self) -> None:
         await self._connection.call(find_request([]))
 
     async def lookup(self, keys: Sequence[EntryKey]) -> list[EntryInfo | None]:
         return entry_infos(keys, (await self._connection.call(find_request(keys))).headers)
+
+    async def find_here(self, keys: Sequence[EntryKey]) -> list[EntryInfo | None]:
+        """Look entries up in the memory alone, and not in the tier behind it."""
+        request = Find(key_digests(keys), local=True)
+        return entry_infos(keys, (await self._connection.call(request)).headers)
 
     async def lease(self, keys: Sequence[EntryKey], seconds: float) -> list[EntryInfo | None]:
         return entry_infos(keys, (await self._connection.call(find_request(keys, seconds))).headers)

@@ -57,7 +57,7 @@ class MappedArena:
 
     Attributes:
         socket: the connection.
-        name, session, segment_bytes: as in `Welcome`.
+        name, session, segment_bytes, address, tier: as in `Welcome`.
         memory: its bytes; empty for a proxy, and after the connection was lost.
         released: pins of entries that are no longer read here. A finalizer may append to it within
             any other call of its thread, so there is no lock.
@@ -84,6 +84,7 @@ class MappedArena:
         self.socket = connection
         self.name, self.session = welcome.arena, welcome.session
         self.segment_bytes = welcome.segment_bytes
+        self.address, self.tier = welcome.address, welcome.tier
         self.released: deque[int] = deque()
         self.pins = 0
         self.writes: set[int] = set()

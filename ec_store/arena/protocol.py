@@ -1,4 +1,4 @@
-"""Messages between the server of an arena and its clients, over a Unix socket.
+"""Messages between the server of an arena and its clients, over a Unix socket or TCP.
 
 A message is its length, 4 bytes little-endian, and a MessagePack array: the name of its type and
 its fields (https://msgspec.dev). Every request but `Unpin` has one reply, in the order of the
@@ -29,6 +29,9 @@ MAX_REPLY_BYTES = 64 * 2**20
 
 LENGTH_BYTES = 4
 
+MAX_KEY_CHARACTERS = 512
+"""Upper bound of the key in a `Hello`."""
+
 LONGEST_S = 3600.0
 """Upper bound in seconds of leases and claims."""
 
@@ -41,6 +44,7 @@ Name = Annotated[bytes, msgspec.Meta(max_length=MAX_PART_BYTES)]
 RegisteredName = Annotated[bytes, msgspec.Meta(max_length=4096)]
 """Model or namespace of a registration; a reply has those of all models."""
 Owner = Annotated[bytes, msgspec.Meta(max_length=MAX_OWNER_BYTES)]
+Secret = Annotated[str, msgspec.Meta(max_length=MAX_KEY_CHARACTERS)]
 
 Role = Literal["proxy", "reader", "writer"]
 
@@ -69,12 +73,16 @@ class Welcome(Message, frozen=True):
         session: random number of this connection, which no other client knows.
         size_bytes: size of the memory.
         segment_bytes: no extent crosses a multiple of it.
+        address: URL by which proxies of other hosts reach the server; empty: they do not.
+        tier: digest of the shared tier's URL; empty: there is none.
     """
 
     arena: bytes
     session: int
     size_bytes: int
     segment_bytes: int
+    address: str = ""
+    tier: str = ""
 
 
 class Headers(Message, frozen=True):
@@ -219,10 +227,12 @@ class Hello(ArenaRequest[Welcome], frozen=True):
     Attributes:
         role: `reader` gets a read-only descriptor of the memory, `writer` one to write,
             and `proxy` none.
+        key: key of the server, over TCP; empty on a Unix socket, which its folder protects.
     """
 
     version: int
     role: Role
+    key: Secret = ""
 
 
 class Forget(ArenaRequest[Done], frozen=True):
@@ -234,11 +244,13 @@ class Forget(ArenaRequest[Done], frozen=True):
 class Find(ArenaRequest[Headers], frozen=True):
     """Look entries up. With `seconds` above 0, lease them too.
 
-    If there is a tier, entries that are missing here are looked up there first, and begin to come.
+    If there is a tier, entries that are missing here are looked up there first, and begin to come:
+    unless it is a `local` look-up, as proxies ask all hosts at once.
     """
 
     digests: Digests
     seconds: Seconds = 0.0
+    local: bool = False
 
 
 class Read(ArenaRequest[Pins], frozen=True):
@@ -374,12 +386,13 @@ class Frames:
     """Splitter of a stream of bytes into messages.
 
     Attributes:
+        max_bytes: upper bound of a message.
         rest: beginning of a message that is not complete.
     """
 
     def __init__(self, max_bytes: int) -> None:
         """Create a splitter of messages of at most this many bytes."""
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self.rest = bytearray()
 
     def split(self, data: bytes) -> Iterator[bytes]:
@@ -391,8 +404,8 @@ class Frames:
         self.rest += data
         while len(self.rest) >= LENGTH_BYTES:
             end = LENGTH_BYTES + int.from_bytes(self.rest[:LENGTH_BYTES], "little")
-            if end > self._max_bytes:
-                raise BadMessage(f"a message of {end} bytes, of at most {self._max_bytes}")
+            if end > self.max_bytes:
+                raise BadMessage(f"a message of {end} bytes, of at most {self.max_bytes}")
             if len(self.rest) < end:
                 break
             message = bytes(self.rest[LENGTH_BYTES:end])

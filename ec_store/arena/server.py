@@ -13,7 +13,7 @@ import socket
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping
-from typing import cast
+from typing import Protocol, cast
 
 from ec_store.arena.arena import Arena
 from ec_store.arena.checksums import Checksums
@@ -94,14 +94,45 @@ CHANGES = (End, Delete, Purge, Release)
 """Requests of which the tiers are told afterwards."""
 
 
-class ArenaServer:
-    """Listener of an arena, on one event loop."""
+class SessionServer(Protocol):
+    """Part of a server that its sessions use."""
 
-    def __init__(
+    def add(self, session: "Session") -> None: ...
+    def welcome(self, session: "Session", hello: Hello) -> None: ...
+    def answer(
+        self,
+        session: "Session",
+        request: AnyRequest,
+        claimed_elsewhere: Collection[bytes] = (),
+    ) -> Reply | None: ...
+    def answer_hits(self, session: "Session", request: AnyRequest) -> Reply | None: ...
+    def look_up(self, request: AnyRequest) -> "asyncio.Task[frozenset[bytes]] | None": ...
+    def lose(self, session: "Session") -> None: ...
+
+
+def check_version(hello: Hello) -> None:
+    """Raise BadMessage if a client speaks another version than this server."""
+    if hello.version != VERSION:
+        raise BadMessage(
+            f"the server of the arena speaks version {VERSION} of its protocol, this client "
+            f"version {hello.version}: run one release of ec_store in both"
+        )
+
+
+class ArenaServer:
+    """Listener of an arena, on one event loop.
+
+    Attributes:
+        name: random name of the memory.
+    """
+
+    def __init__(  # noqa: PLR0913 - all but two by name
         self,
         memory: ArenaMemory,
         index: ArenaIndex,
         *,
+        address: str = "",
+        tier_name: str = "",
         max_connections: int = MAX_CONNECTIONS,
         gone_s: float = GONE_S,
         clock: Callable[[], float] = time.monotonic,
@@ -111,6 +142,8 @@ class ArenaServer:
         Args:
             memory: the memory, the descriptor of which the server closes.
             index: index of its entries.
+            address: URL by which proxies of other hosts reach the server; empty: they do not.
+            tier_name: digest of the shared tier's URL; empty: there is none.
             max_connections: as `MAX_CONNECTIONS`.
             gone_s: as `GONE_S`.
             clock: monotonic clock in seconds.
@@ -120,7 +153,8 @@ class ArenaServer:
         self._max_connections = max_connections
         self._gone_s = gone_s
         self._memory = memory
-        self._name = secrets.token_bytes(16)
+        self.name = secrets.token_bytes(16)
+        self._address, self._tier_name = address, tier_name
         self._read_only = os.open(f"/proc/self/fd/{memory.fd}", os.O_RDONLY | os.O_CLOEXEC)
         self._sessions: dict[int, tuple[Session, Peer]] = {}
         self._connections: Counter[int] = Counter()
@@ -210,9 +244,11 @@ class ArenaServer:
         Return a task that ends soon, after which the request is answered; None: at once. Its result
         are the keys that owners on other hosts have claimed.
         """
-        if self._tiers is not None and isinstance(request, LOOK_UPS):
-            return self._tiers.look_up(request)
-        return None
+        if self._tiers is None or not isinstance(request, LOOK_UPS):
+            return None
+        if isinstance(request, Find) and request.local:
+            return None
+        return self._tiers.look_up(request)
 
     def add(self, session: "Session") -> None:
         """Add a connection, which must send a `Hello` first; above a maximum, that is refused."""
@@ -249,12 +285,15 @@ class ArenaServer:
         memory = self._memory
         if session.refusal:
             raise BadMessage(session.refusal)
-        if hello.version != VERSION:
-            raise BadMessage(
-                f"the server of the arena speaks version {VERSION} of its protocol, this client "
-                f"version {hello.version}: run one release of ec_store in both"
-            )
-        welcome = Welcome(self._name, session.number, memory.size_bytes, memory.segment_bytes)
+        check_version(hello)
+        welcome = Welcome(
+            self.name,
+            session.number,
+            memory.size_bytes,
+            memory.segment_bytes,
+            self._address,
+            self._tier_name,
+        )
         memories = {"proxy": [], "reader": [self._read_only], "writer": [memory.fd]}
         fd = session.transport.get_extra_info("socket").fileno()
         with socket.fromfd(fd, socket.AF_UNIX, socket.SOCK_STREAM) as connection:
@@ -318,18 +357,19 @@ class Session(asyncio.Protocol):
     Attributes:
         number: random number that no other client knows.
         client: what it holds; without a role before its first request.
+        frames: splitter of its bytes into requests.
         refusal: reason for which its first request is refused; empty: it is not.
     """
 
     transport: asyncio.Transport
     _timer: asyncio.TimerHandle
 
-    def __init__(self, server: ArenaServer) -> None:
+    def __init__(self, server: SessionServer, max_request_bytes: int = MAX_REQUEST_BYTES) -> None:
         self.number = secrets.randbits(62)
         self.refusal = ""
         self.client = Client()
         self._server = server
-        self._frames = Frames(MAX_REQUEST_BYTES)
+        self.frames = Frames(max_request_bytes)
         self._pending: deque[tuple[AnyRequest, asyncio.Task[frozenset[bytes]] | None]] = deque()
         """Requests that wait for the tiers, each with its look-up, or until the client reads its
         replies, and those behind them."""
@@ -343,7 +383,7 @@ class Session(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         try:
-            for request in map(read_request, self._frames.split(data)):
+            for request in map(read_request, self.frames.split(data)):
                 if self._answer_hits(request):
                     continue
                 looking = self._server.look_up(request) if self.client.role else None

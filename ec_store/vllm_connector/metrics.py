@@ -10,12 +10,15 @@ from vllm.distributed.ec_transfer.ec_connector.metrics import (
 from vllm.platforms import current_platform
 
 from ec_store.vllm_connector.config import ConnectorConfig
+from ec_store.vllm_connector.host_info import HOST, HostInfo, ask_host
 from ec_store.vllm_connector.namespace import namespace_of
 
 logger = logging.getLogger("vllm.ec_store")
 
 NAMESPACE = "namespace"
 """Name under which the scheduler's namespace, a text, is sent with the metrics."""
+
+TEXTS = (NAMESPACE, HOST)
 
 COUNTERS = {
     "hits": "Entries fetched from the store.",
@@ -61,7 +64,7 @@ BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 
 class StoreConnectorStats(ECConnectorStats):
     """Metrics by name: counts, current values of gauges, and observations of histograms.
 
-    The scheduler's namespace is sent with them.
+    The scheduler's namespace, and the server of its host's memory, are sent with them.
     """
 
     data: dict[str, Any]
@@ -73,7 +76,7 @@ class StoreConnectorStats(ECConnectorStats):
         """Return the sum of the counts, all observations, and the later gauges, from `other`."""
         merged = dict(self.data)
         for name, value in other.data.items():
-            replaces = name in GAUGES or name == NAMESPACE or name not in merged
+            replaces = name in GAUGES or name in TEXTS or name not in merged
             merged[name] = value if replaces else merged[name] + value
         return StoreConnectorStats(merged)
 
@@ -82,7 +85,7 @@ class StoreConnectorStats(ECConnectorStats):
         return {
             name: sum(value) / len(value) if isinstance(value, list) else value
             for name, value in self.data.items()
-            if name != NAMESPACE
+            if name not in TEXTS
         }
 
     def is_empty(self) -> bool:
@@ -122,8 +125,11 @@ class StorePromMetrics(ECConnectorPromMetrics):
                     self._metrics[engine][name] = metric.labels(*values)
 
         options = vllm_config.ec_transfer_config.ec_connector_extra_config or {}
-        generation = ConnectorConfig.model_validate(options).generation
-        namespace = namespace_of(vllm_config, generation)
+        config = ConnectorConfig.model_validate(options)
+        namespace = namespace_of(vllm_config, config.generation)
+        self._host = HostInfo(
+            self._gauge_cls, labelnames, per_engine_labelvalues, ask_host(config.store)
+        )
         self._info = self._gauge_cls(
             name="vllm:ec_store_namespace_info",
             documentation="1 for the namespace of this engine's encoder outputs.",
@@ -161,6 +167,8 @@ class StorePromMetrics(ECConnectorPromMetrics):
             elif name in HISTOGRAMS:
                 for observation in value:
                     metric.observe(observation)
+            elif name == HOST:
+                self._host.publish(value, engine_idx)
             elif name == NAMESPACE and value != self._namespaces[engine_idx]:
                 self._publish(value, engine_idx)
 

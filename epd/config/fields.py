@@ -7,7 +7,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, SecretStr
 from yarl import URL
 
-from ec_store.urls import check_url
+from ec_store.urls import check_proxy_url
 from epd.json_or_none import json_or_none
 from epd.routing.urls import (
     base_url,
@@ -165,7 +165,7 @@ Secret = Annotated[SecretStr | None, _OR_NONE]
 DnsServer = Annotated[str | None, _OR_NONE, _if_set(_check_name_server)]
 KVTransferName = Annotated[str, _loadable(load_kv_transfer)]
 ECTransferName = Annotated[str, _loadable(load_ec_transfer)]
-StoreUrl = Annotated[str | None, _URL_OR_NONE, _if_set(check_url)]
+StoreUrl = Annotated[str | None, _URL_OR_NONE, _if_set(check_proxy_url)]
 EndpointUrl = Annotated[str | None, _URL_OR_NONE, _if_set(base_url)]
 RegistrationStore = Annotated[str | None, _URL_OR_NONE, _if_set(registration_store_url)]
 ConversationStore = Annotated[str | None, _STORE_OR_NONE, _if_set(conversation_store_url)]

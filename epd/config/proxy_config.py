@@ -5,6 +5,7 @@ from typing import Self
 
 from pydantic import ValidationInfo, field_validator, model_validator
 
+from ec_store.arena.remote_url import is_of_hosts
 from epd.config.fields import check_named_once, flag_of
 from epd.config.sections import ConfigFields
 from epd.config.sections.instances import ENCODE_SOURCES
@@ -71,6 +72,11 @@ class ProxyConfig(ConfigFields):
             raise ValueError(
                 "--servers-urls needs --ec-store, the store that the servers write to; without a "
                 "store, use --decode-servers-urls"
+            )
+        if self.ec_store and is_of_hosts(self.ec_store) and not self.load_interval_s:
+            raise ValueError(
+                "--ec-store without a host needs --load-interval-s above 0: instances name the "
+                "servers of their hosts on /metrics"
             )
         transfer = load_ec_transfer(self.ec_transfer)
         if self.ec_store and not transfer.stored:

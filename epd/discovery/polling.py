@@ -12,6 +12,8 @@ from ec_store.bounded import BoundedDict
 from epd.aio import Background
 from epd.config.sections import ConfigFields
 from epd.errors import Overloaded, ProxyError
+from epd.routing.host_report import Host, read_host
+from epd.routing.hosts import InstanceHosts
 from epd.routing.instances import Instance
 from epd.routing.namespaces import Namespaces
 from epd.routing.reports import Report, read_namespace, read_report, writes_outputs
@@ -116,11 +118,13 @@ class _MetricsPage(NamedTuple):
     report: Report | None
     namespace: str
     writes_outputs: bool
+    host: Host | None
 
 
-def poll_metrics(
+def poll_metrics(  # noqa: PLR0913, PLR0917 - what it reports to
     table: InstanceTable,
     namespaces: Namespaces,
+    hosts: InstanceHosts,
     upstream: Upstream,
     config: ConfigFields,
     background: Background,
@@ -136,13 +140,16 @@ def poll_metrics(
         page = await _page(instance, upstream, config.health_timeout_s)
         if page is None:
             return None
-        return _MetricsPage(read_report(page), read_namespace(page), writes_outputs(page))
+        return _MetricsPage(
+            read_report(page), read_namespace(page), writes_outputs(page), read_host(page)
+        )
 
     def record_page(instance: Instance, page: _MetricsPage | None) -> None:
         table.record_report(instance, page and page.report, interval_s)
         if page is not None and config.ec_store is not None:
             namespaces.record_namespace(instance, page.namespace)
             namespaces.record_writes(instance, writes=page.writes_outputs)
+            hosts.record_host(instance, page.host)
 
     tick_s = min(interval_s / 8, TICK_S)
     return poll_instances(

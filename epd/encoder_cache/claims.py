@@ -137,13 +137,24 @@ class Claims:
         self._polls: Flights[EntryKey, EntryInfo | Literal["unused"] | None] = Flights()
         self._tending = False
 
-    async def look_up(self, keys: Sequence[EntryKey], *, patient: bool = False) -> Lookup:
+    async def look_up(
+        self,
+        keys: Sequence[EntryKey],
+        *,
+        patient: bool = False,
+        known: Mapping[EntryKey, EntryInfo] | None = None,
+    ) -> Lookup:
         """Look up entries, and claim the missing ones; `give_back` releases those not used.
 
         A `patient` lookup is for a request that cannot do without an answer. Missing entries that
-        this proxy has all claimed are not claimed again.
+        this proxy has all claimed are not claimed again. `known` are the entries that a look-up of
+        all keys has found a moment ago; None: there was none.
         """
-        found = await self.cache.find_entries(keys, patient=patient)
+        found: Mapping[EntryKey, EntryInfo] | None
+        if known is None:
+            found = await self.cache.find_entries(keys, patient=patient)
+        else:
+            found = self.cache.note_found(known[key] for key in keys if key in known)
         missing = [key for key in keys if key not in found] if found is not None else []
         claimed_keys: list[EntryKey] | None = None
         if missing and all(key in self._claims for key in missing):

@@ -13,6 +13,7 @@ from typing import Any, Literal, Self, TypeVar
 
 import structlog
 
+from ec_store.arena.aio_store import AsyncArenaStore
 from ec_store.bounded import BoundedDict
 from ec_store.concurrency import OPEN_S, Breaker
 from ec_store.entry import EntryInfo
@@ -110,13 +111,20 @@ class EncoderCache:
 
     async def __aenter__(self) -> Self:
         """Open the store in the background, and wait a short time for it."""
-        self.keep_running("encoder_cache", self._refresh)
+        self.start()
         with suppress(TimeoutError):
             async with asyncio.timeout(OPEN_WITHIN_S):
                 await self._ready.wait()
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def start(self) -> None:
+        """Open the store in the background."""
+        self.keep_running("encoder_cache", self._refresh)
+
+    async def close(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -141,6 +149,20 @@ class EncoderCache:
         limit_s = PATIENT_S if patient else self._config.ec_store_budget_s
         infos = await self.call("lookup", lambda store: store.lookup(keys), limit_s)
         return None if infos is None else self.note_found(infos)
+
+    async def find_here(self, keys: Sequence[EntryKey]) -> Mapping[EntryKey, EntryInfo]:
+        """Return the entries in a host's memory, without its tier and without a lease.
+
+        Empty too if the server did not answer in time.
+        """
+
+        async def find(store: ProxyStore) -> list[EntryInfo | None]:
+            if isinstance(store, AsyncArenaStore):
+                return await store.find_here(keys)
+            return await store.lookup(keys)
+
+        infos = await self.call("lookup", find, self._config.ec_store_budget_s) if keys else None
+        return {info.key: info for info in infos or () if info is not None}
 
     def note_found(self, infos: Iterable[EntryInfo | bool | None]) -> dict[EntryKey, EntryInfo]:
         """Return the found entries by key, and lease them soon after."""

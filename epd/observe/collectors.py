@@ -7,6 +7,7 @@ from prometheus_client.metrics_core import Metric
 from epd.conversations.conversations import RESULTS, Conversations
 from epd.edge.admission import REFUSALS, Admission
 from epd.encoder_cache.client import EncoderCache
+from epd.encoder_cache.hosts import HostStores
 from epd.observe import metric_defs
 from epd.observe.metric_defs import MetricDef
 from epd.routing.fatal import FatalRequests
@@ -111,7 +112,7 @@ def kv_event_metrics(table: InstanceTable, event_counts: EventCounts) -> Iterato
         )
 
 
-def store_metrics(cache: EncoderCache | None) -> Iterator[Metric]:
+def store_metrics(cache: EncoderCache | HostStores | None) -> Iterator[Metric]:
     """Yield the operations of the encoder store and the states of its circuits.
 
     Without a store the families have no samples.

@@ -1,6 +1,6 @@
 """Attempt of a request: how it is sent to the instances once. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -59,6 +59,8 @@ class Attempt(NamedTuple):
     without_prefill: bool = False
     encoded_items: Sequence[EncodedItem] | None = None
     namespace: str | None = None
+    host: str | None = None
+    worth: Callable[[Instance], float] | None = None
 
     def tried_prefills(self, chosen: Instance | None) -> tuple[Instance, ...]:
         """Return the avoided prefill instances, and the one that was chosen."""

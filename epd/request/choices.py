@@ -158,6 +158,7 @@ class Choices:
                 session=request.session,
                 prefix=prefix if balance == "content" else NO_PREFIX,
                 prefer=prefer,
+                worth=attempt.worth if encodes else None,
                 fits=fits,
             ),
         )

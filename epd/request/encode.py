@@ -16,7 +16,7 @@ The steps for one item, each taken unless an earlier one has the output:
 import asyncio
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -42,6 +42,7 @@ from epd.request.placement import AT_CONSUMER, OVERLOADED, Placement
 from epd.request.stages import Stages
 from epd.routing.balance import Choice
 from epd.routing.fatal import FatalRequests
+from epd.routing.host_report import Host
 from epd.routing.instances import Instance, Role
 from epd.routing.namespaces import Namespaces
 from epd.routing.retries import Retries
@@ -75,7 +76,8 @@ class Looked(NamedTuple):
 class Encoder:
     """Provider of the encoder outputs of requests. Belongs to one event loop.
 
-    `_choice` is among the encode instances, and `_consumers` among those that prefill.
+    `_choice` is among the encode instances, and `_consumers` among those that prefill. `_claims_at`
+    returns the claims at the server of a consumer's host; None if all instances have one store.
     """
 
     _table: InstanceTable
@@ -88,7 +90,8 @@ class Encoder:
     _token_counts: TokenCounts
     _placement: Placement
     _claims: Claims | None
-    _identifiers: Identifiers = field(default_factory=Identifiers)
+    _claims_at: Callable[[Host | None], Claims | None] | None = None
+    identifiers: Identifiers = field(default_factory=Identifiers)
     _flights: Flights[Hashable, "tuple[EncodedItem, Span | None]"] = field(default_factory=Flights)
     _retries: Retries = field(default_factory=Retries)
 
@@ -104,6 +107,9 @@ class Encoder:
         Raises:
             ProxyError: an item failed; encodes of the others that no request shares are cancelled.
         """
+        if self._claims_at is not None:  # one store for the whole job, whatever instances name
+            at_host = replace(self, _claims=self._claims_at(job.host), _claims_at=None)
+            return await at_host.encode(job, consumer_claims)
         request, record = job.request, job.request.record
         if self._placement.skips_encode(job):
             return [EncodedItem(item, OutputFacts(), "local") for item in request.items]
@@ -142,7 +148,7 @@ class Encoder:
         if claims is None or not keys:
             return Looked({}, items)
         with job.request.record.time_stage("store", "lookup"):
-            lookup = await claims.look_up(keys, patient=not job.has_all_media)
+            lookup = await claims.look_up(keys, patient=not job.has_all_media, known=job.found)
         if lookup.found is None and not job.has_all_media:
             raise no_store("the encoder store did not answer; retry later, or send the media")
         found, hits, missing = lookup.found or {}, dict[MMItem, EncodedItem](), []
@@ -167,7 +173,7 @@ class Encoder:
             key, entry_key = output_key(body, item), None
             is_skipped = job.reencode and item.has_media
             if namespace is not None and key is not None and not is_skipped:
-                identifier = self._identifiers.identifier_of(key)
+                identifier = self.identifiers.identifier_of(key)
                 entry_key = EntryKey(namespace, identifier) if identifier else None
             keyed.append(MissingItem(item, key, entry_key))
         return keyed
@@ -296,7 +302,7 @@ class Encoder:
         if self._claims is not None and facts.namespace is not None:
             self._claims.cache.learn_namespace(key.model, facts.namespace)
         if facts.identifier is not None:
-            self._identifiers.learn_identifier(key, facts.identifier)
+            self.identifiers.learn_identifier(key, facts.identifier)
         span = None if trace is None else trace.latest_child("encode", item)
         return EncodedItem(item, facts, "encoded"), span
 
@@ -319,6 +325,7 @@ class Encoder:
         """
         item, request = placed.missing.item, job.request
         choice, fits = self._instances(job)
+        worth = None if job.host is None else partial(self._placement.is_at, job.host)
         falls_back = self._placement.may_leave(job)
         tried: list[Instance] = []
         server_errors = 0
@@ -340,6 +347,7 @@ class Encoder:
                             item=item.identity,
                             session=request.session,
                             prefer=placed.first_url,
+                            worth=worth,
                             fits=fitting,
                         ),
                         fits,
@@ -372,7 +380,12 @@ class Encoder:
         """
         if self._table.has(Role.ENCODE) or not self._namespaces.any_consumer_writes():
             return self._choice, self._placement.fits(job)
-        return self._consumers, partial(self._namespaces.writes_to, namespace=job.namespace)
+
+        def writes(instance: Instance) -> bool:
+            writes = self._namespaces.writes_to(instance, job.namespace)
+            return writes and self._placement.reaches(job, instance)
+
+        return self._consumers, writes
 
     def _timeout_s(self, job: EncodeJob, item: MMItem, tried: Sequence[Instance]) -> float:
         """Return the time limit of a request: half of what is left while another one may follow.

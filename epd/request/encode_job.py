@@ -1,11 +1,12 @@
 """Encode stage of a request: its items, and the limits of all their tries."""
 
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+from ec_store.entry import EntryInfo
 from ec_store.keys import EntryKey
 from epd.api.body import dump_json
 from epd.api.chat import TEMPLATE, has_system_message
@@ -13,6 +14,7 @@ from epd.api.items import MMItem
 from epd.encoder_cache.identity import OutputKey
 from epd.policies.policy import Course, ItemPlace
 from epd.request.request import Request
+from epd.routing.host_report import Host
 from epd.routing.table import Reservation
 
 MAX_RETRIES = 32
@@ -29,6 +31,8 @@ class EncodeJob:
     Attributes:
         consumer_reservation: reservation of the instance that gets the outputs, if chosen early.
         namespace: namespace of the consumer, if known.
+        host: server of the consumer's host, if each host has a memory and it is known.
+        found: entries that the memory of that host has; None if it was not asked.
         reencode: whether to ignore stored outputs, because a consumer could not load them.
         repeated: whether the items were encoded for an earlier attempt. The request still has the
             claims of that attempt, so it must not wait for a request that may need them.
@@ -41,6 +45,8 @@ class EncodeJob:
     namespace: str | None = None
     reencode: bool = False
     repeated: bool = False
+    host: Host | None = None
+    found: Mapping[EntryKey, EntryInfo] | None = None
     retries: int = MAX_RETRIES
     _started_s: float = field(default_factory=time.monotonic)
 
@@ -65,7 +71,8 @@ class EncodeJob:
         body, authorization = self.request.body, self.request.headers.get("Authorization")
         fields = {name: body[name] for name in TEMPLATE if name in body}
         template = dump_json(fields) if fields else None
-        return self.namespace, authorization, template, has_system_message(body), self.reencode
+        place = self.namespace, None if self.host is None else self.host.address
+        return place, authorization, template, has_system_message(body), self.reencode
 
 
 class MissingItem(NamedTuple):

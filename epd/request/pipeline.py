@@ -100,7 +100,10 @@ class Pipeline:
                     encoded_items = await self._encoder.encode(job, consumer_claims)
                     if attempt.encoded_items is None:
                         await self._remember_names(request, encoded_items)
-                attempt = attempt._replace(encoded_items=encoded_items, namespace=job.namespace)
+                host = None if job.host is None else job.host.address
+                attempt = attempt._replace(
+                    encoded_items=encoded_items, namespace=job.namespace, host=host
+                )
             prompt = self._prompt(attempt)
             first = target.first or await prefill_decode.choose_first(attempt, prompt.prefix)
             if first.instance.role is not Role.PREFILL:
@@ -175,11 +178,20 @@ class Pipeline:
         """Return the items to encode; None without items, or if an earlier attempt encoded them."""
         request = attempt.request
         usable = attempt.encoded_items is not None and not self._transfer.pushed
-        if not request.items or (usable and target.namespace == attempt.namespace):
+        host = None if target.host is None else target.host.address
+        same_place = (target.namespace, host) == (attempt.namespace, attempt.host)
+        if not request.items or (usable and same_place):
             return None
-        consumer, namespace = target.consumer, target.namespace
-        repeated = attempt.encoded_items is not None
-        return EncodeJob(request, attempt.course, consumer, namespace, attempt.reencode, repeated)
+        return EncodeJob(
+            request,
+            attempt.course,
+            target.consumer,
+            target.namespace,
+            attempt.reencode,
+            repeated=attempt.encoded_items is not None,
+            host=target.host,
+            found=target.found,
+        )
 
     async def _remember_names(self, request: Request, encoded_items: Sequence[EncodedItem]) -> None:
         items = [item for item in encoded_items if item.item.uuid is not None]

@@ -15,7 +15,9 @@ from epd.policies.policy import ItemFacts, ItemPlace, ItemRule
 from epd.request.encode_job import EncodeJob, PlacedItem
 from epd.request.item_tokens import TokenCounts
 from epd.routing.forecast import Forecast
-from epd.routing.instances import Instance
+from epd.routing.host_report import Host
+from epd.routing.hosts import InstanceHosts
+from epd.routing.instances import Instance, Role
 from epd.routing.namespaces import Namespaces
 from epd.routing.table import InstanceTable
 from epd.transfer.encoded import EncodedItem
@@ -37,6 +39,9 @@ OVERLOADED = ItemPlace(at_consumer=True, reason="overloaded")
 AT_CONSUMER = ItemPlace(at_consumer=True, reason="no_encoder")
 """Place of an item if consumers encode all that is not in the store."""
 
+OUT_OF_REACH = ItemPlace(at_consumer=True, reason="out_of_reach")
+"""Place of an item that no encode instance in reach of its consumer's host could encode."""
+
 FITS_SHARE = 0.75
 """Share of the time of an item's first try within which its encode must be predicted to end."""
 
@@ -45,13 +50,15 @@ FITS_SHARE = 0.75
 class Placement:
     """Decisions about where the items of requests are encoded.
 
-    If outputs are pushed, consumers wait for the encoder output of every item.
+    If outputs are pushed, consumers wait for the encoder output of every item. `_hosts` is None if
+    all instances have one store.
     """
 
     _table: InstanceTable
     _namespaces: Namespaces
     _token_counts: TokenCounts
     _pushed: bool
+    _hosts: InstanceHosts | None = None
 
     def skips_encode(self, job: EncodeJob) -> bool:
         """Return whether all items go to their consumer with their media.
@@ -71,15 +78,44 @@ class Placement:
         return allowed and job.has_all_media
 
     def fits(self, job: EncodeJob) -> Callable[[Instance], bool] | None:
-        """Return the predicate of the instances with the consumer's namespace; None for all."""
+        """Return the predicate of the instances with the consumer's namespace and within its reach.
+
+        None: all instances are.
+        """
+        if self._hosts is not None and self._by_host(job):
+            return partial(self.reaches, job)
         if job.namespace is None:
             return None
         return partial(self._namespaces.shares_namespace, namespace=job.namespace)
+
+    def _by_host(self, job: EncodeJob) -> bool:
+        """Return whether the consumer reads the outputs of some instances alone."""
+        return self._hosts is not None and job.consumer_reservation is not None
+
+    def reaches(self, job: EncodeJob, instance: Instance) -> bool:
+        """Return whether the consumer can read what an instance writes: at its host, or by a tier.
+
+        An instance or a consumer without a known server is out of reach: the consumer would wait
+        for an entry that does not come.
+        """
+        if not self._namespaces.shares_namespace(instance, job.namespace):
+            return False
+        if self._hosts is None or not self._by_host(job):
+            return True
+        return self._hosts.reaches(instance, job.host)
+
+    def is_at(self, host: Host, instance: Instance) -> bool:
+        """Return whether an instance is on a host: a consumer there needs no tier."""
+        own = None if self._hosts is None else self._hosts.host_of(instance)
+        return own is not None and own.address == host.address
 
     def place_items(
         self, job: EncodeJob, items: Sequence[PlacedItem], hits: Iterable[EncodedItem] = ()
     ) -> Sequence[PlacedItem]:
         """Return the missing items of a request in their places; `hits` are its other items."""
+        by_host = self._hosts is not None and not job.course.consumer_encodes
+        if by_host and self._is_out_of_reach(job):
+            return [each._replace(place=OUT_OF_REACH) for each in items]
         rule = job.course.items
         if rule is not None and (forced := self._forced_place(job, hits)) is not None:
             items = [each._replace(place=forced) for each in items]
@@ -92,6 +128,19 @@ class Placement:
     def predict_tokens(self, job: EncodeJob, item: MMItem) -> int:
         model = job.request.body.get("model")
         return self._token_counts.predict_tokens(model, item.modality, item.pixels)
+
+    def _is_out_of_reach(self, job: EncodeJob) -> bool:
+        """Return whether there are encode instances, but none that writes where the consumer reads.
+
+        Then it gets the media, if it may encode them.
+        """
+        encoders = self._table.all(Role.ENCODE)
+        return bool(
+            self._by_host(job)
+            and encoders
+            and self.may_leave(job)
+            and not any(self.reaches(job, candidate.instance) for candidate in encoders)
+        )
 
     def _apply_rule(
         self, job: EncodeJob, rule: ItemRule, items: Sequence[PlacedItem]

@@ -139,6 +139,7 @@ class Choice:
         session: str = "",
         prefix: Prefix = NO_PREFIX,
         prefer: str | None = None,
+        worth: Callable[[Instance], float] | None = None,
         fits: Callable[[Instance], bool] | None = None,
     ) -> Instance:
         """Return an instance, if possible one that has not been tried.
@@ -150,6 +151,8 @@ class Choice:
             session: affinity key of the request, for `session`.
             prefix: prompt of the request, for `content`.
             prefer: URL of the preferred instance, used unless it is overloaded or drained.
+            worth: what an instance saves of this request: those that save most are chosen from,
+                without the overloaded ones; None: all save the same.
             fits: predicate of the instances that can serve this request; None for all.
 
         Raises:
@@ -165,6 +168,11 @@ class Choice:
             load = candidate.load
             if candidate.instance.url == prefer and load.value <= upper_bound(loads)(load):
                 return candidate.instance
+        if worth is not None:
+            candidates = _worthiest(candidates, worth, upper_bound(loads))
+            loads = [candidate.load for candidate in candidates]
+            if len(candidates) == 1:
+                return candidates[0].instance
         if prefix.links:
             instances = {
                 engine: candidate.instance
@@ -184,7 +192,11 @@ class Choice:
         usable = _fitting(self._table.usable_candidates(*self.roles), fits)
         if not usable:
             stage = self.roles[0]
-            fitting = "" if fits is None else " with the namespace of the request's consumer"
+            fitting = (
+                ""
+                if fits is None
+                else " with the namespace of the request's consumer and within its reach"
+            )
             raise NoInstance(f"there is no {stage} instance{fitting}", slug=f"no_{stage}")
         return usable
 
@@ -201,6 +213,21 @@ class Choice:
             if fitting := _fitting(fresh, fits):
                 return fitting
         return ()
+
+
+def _worthiest(
+    candidates: Sequence[Candidate],
+    worth: Callable[[Instance], float],
+    bound: Callable[[Load], int],
+) -> Sequence[Candidate]:
+    """Return the candidates with the highest worth, among those that are not overloaded."""
+    room = [
+        (worth(candidate.instance), candidate)
+        for candidate in candidates
+        if candidate.load.value < bound(candidate.load)
+    ]
+    most = max(value for value, _ in room)
+    return [candidate for value, candidate in room if value == most] if most > 0 else candidates
 
 
 def _fitting(

@@ -9,6 +9,7 @@ from xxhash import xxh3_64_intdigest
 
 from epd.routing.encode_work import EncodeWork
 from epd.routing.engine_load import EngineLoad
+from epd.routing.host_report import Host
 from epd.routing.prefix import NO_PREFIX, Prefix, PrefixCache
 from epd.routing.rendezvous import cheapest_engine
 from epd.routing.reports import KVMoved, Report
@@ -44,6 +45,7 @@ class Load(EngineLoad):
         encode: media items that the instance encodes, and its speed.
         namespace: namespace of its encoder outputs in the store; empty if it is unknown.
         writes_outputs: whether it writes its encoder outputs to the store; None if it is unknown.
+        host: server of its host's memory, as its metrics name it; None if they name none.
         block_tokens: tokens of a block of its KV cache; 0 if it is unknown.
         kv_bytes_per_s: mean bandwidth of the last KV transfers that it reported; None before any.
         answering: number of local requests with an answer that has begun.
@@ -68,6 +70,7 @@ class Load(EngineLoad):
         self.report: Report | None = None
         self.namespace = ""
         self.writes_outputs: bool | None = None
+        self.host: Host | None = None
         self.block_tokens = 0
         self.kv_bytes_per_s: float | None = None
         self.answering = 0
@@ -197,7 +200,7 @@ class Load(EngineLoad):
         It may be added again before its requests end.
         """
         self._since_s = -math.inf
-        self.namespace, self.writes_outputs = "", None
+        self.namespace, self.writes_outputs, self.host = "", None, None
         self._drop_report()
         self.forget_engines()
 

@@ -102,7 +102,7 @@ def read_report(page: bytes) -> Report | None:
 
 def _read_kv_moved(page: bytes) -> KVMoved:
     try:
-        sums = (sum(value for _, value in _samples(page, name)) for name in (KV_BYTES, KV_SECONDS))
+        sums = (sum(value for _, value in samples(page, name)) for name in (KV_BYTES, KV_SECONDS))
         return KVMoved(*sums)
     except ValueError:
         return KVMoved()
@@ -135,7 +135,7 @@ def read_namespaces(page: bytes) -> frozenset[str]:
     try:
         return frozenset(
             named[1].decode() if (named := _NAMED.search(labels)) else ""
-            for labels, value in _samples(page, NAMESPACE)
+            for labels, value in samples(page, NAMESPACE)
             if value
         )
     except ValueError:
@@ -145,14 +145,14 @@ def read_namespaces(page: bytes) -> frozenset[str]:
 def writes_outputs(page: bytes) -> bool:
     """Return whether all engines of a page write their encoder outputs to the store."""
     try:
-        return {value for _, value in _samples(page, PRODUCER)} == {1.0}
+        return {value for _, value in samples(page, PRODUCER)} == {1.0}
     except ValueError:
         return False
 
 
 def _requests(page: bytes, name: bytes) -> dict[int, int]:
     found = {}
-    for labels, value in _samples(page, name):
+    for labels, value in samples(page, name):
         if not 0 <= value <= MAX_REQUESTS:
             raise ValueError("not a number of requests")
         engine = _ENGINE.search(labels)
@@ -160,7 +160,12 @@ def _requests(page: bytes, name: bytes) -> dict[int, int]:
     return found
 
 
-def _samples(page: bytes, name: bytes) -> Iterator[tuple[bytes, float]]:
+def samples(page: bytes, name: bytes) -> Iterator[tuple[bytes, float]]:
+    """Yield the labels and the value of each sample of a metric.
+
+    Raises:
+        ValueError: it is no metrics page of one server.
+    """
     for line in _lines(page, name):
         labels, _, after = line.rpartition(b"}")
         yield labels, float((*after.split(), b"")[0])

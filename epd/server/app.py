@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
+from ec_store.arena.remote_url import is_of_hosts, remote_options
 from ec_store.opening import open_proxy_store
 from epd.aio import Background
 from epd.api.endpoints import ENDPOINTS
@@ -28,6 +29,7 @@ from epd.edge.files import Files
 from epd.edge.protocol import DIRECT
 from epd.encoder_cache.claims import Claims
 from epd.encoder_cache.client import EncoderCache
+from epd.encoder_cache.hosts import HostStores
 from epd.encoder_cache.keys import Keys
 from epd.events import InstanceChanged, Observer
 from epd.media.fetch import MediaFetcher
@@ -48,6 +50,7 @@ from epd.policies.registry import Policies
 from epd.request.choices import Choices
 from epd.request.early_choice import EarlyChoice
 from epd.request.encode import Encoder
+from epd.request.host_choice import HostChoice
 from epd.request.item_tokens import TokenCounts
 from epd.request.kv_peers import PeerRegistry
 from epd.request.kv_readback import Readbacks
@@ -62,6 +65,7 @@ from epd.request.warmup import Warmup
 from epd.routing.balance import Choice
 from epd.routing.fatal import FatalRequests
 from epd.routing.health import HealthState
+from epd.routing.hosts import InstanceHosts
 from epd.routing.instances import ANSWERING, Instance, Role
 from epd.routing.namespaces import Namespaces
 from epd.routing.recent_items import RecentItems
@@ -165,9 +169,10 @@ async def build_components(
         Upstream.connect(files.upstream_tls) as upstream,
         MediaFetcher.open(config) if config.fetches_media else nullcontext() as media,
         _store(config, background) as cache,
+        _host_stores(config, background) as stores,
         Conversations.open(config) as conversations,
-        _instances(app, upstream, conversations, slot) as fleet,
-        _pipeline(app, upstream, media, cache, conversations, fleet) as pipeline,
+        _instances(app, upstream, conversations, stores, slot) as fleet,
+        _pipeline(app, upstream, media, cache, stores, conversations, fleet) as pipeline,
     ):
         if tracer is not None:
             app[TRACER] = tracer
@@ -181,7 +186,7 @@ async def build_components(
         store = None if config.ec_store is None else urlsplit(config.ec_store).scheme
         boards = () if slot is None else (slot.shared.recents, slot.index)
         app[BOARD] = Board(app[RECENT], fleet.table, metrics, store, *boards)
-        metrics.add_source(partial(store_metrics, cache))
+        metrics.add_source(partial(store_metrics, cache or stores))
         metrics.add_source(partial(conversation_metrics, conversations))
         async with _written_pages(metrics, app[BOARD], background):
             yield
@@ -190,9 +195,18 @@ async def build_components(
 def _store(
     config: ProxyConfig, background: Background
 ) -> AbstractAsyncContextManager[EncoderCache | None]:
-    if config.ec_store is None:
+    if config.ec_store is None or is_of_hosts(config.ec_store):
         return nullcontext()
     return EncoderCache(partial(open_proxy_store, config.ec_store), config, background)
+
+
+def _host_stores(
+    config: ProxyConfig, background: Background
+) -> AbstractAsyncContextManager[HostStores | None]:
+    """Return the memories of the instances' hosts; None if all have one store."""
+    if config.ec_store is None or not is_of_hosts(config.ec_store):
+        return nullcontext()
+    return HostStores(remote_options(config.ec_store), config, background)
 
 
 class _Instances(NamedTuple):
@@ -200,6 +214,7 @@ class _Instances(NamedTuple):
 
     table: InstanceTable
     namespaces: Namespaces
+    hosts: InstanceHosts
     transfer: KVTransfer
     policies: Policies
 
@@ -209,6 +224,7 @@ async def _instances(
     app: web.Application,
     upstream: Upstream,
     conversations: Conversations,
+    stores: HostStores | None,
     slot: WorkerSlot | None,
 ) -> AsyncIterator[_Instances]:
     """Keep the instances up to date: members, health, load and prefix caches."""
@@ -220,12 +236,14 @@ async def _instances(
     )
     transfer = load_kv_transfer(config.kv_transfer)
     registry = Registry(table, config.instances, fits=transfer.accepts_instance, on_change=changed)
-    fleet = _Instances(table, Namespaces(table), transfer, make_checked_policies(config))
+    hosts = InstanceHosts(table, None if stores is None else stores.use_servers)
+    policies = make_checked_policies(config)
+    fleet = _Instances(table, Namespaces(table), hosts, transfer, policies)
     sources = None if slot is None else slot.shared.sources
     async with (
         membership(config, registry, upstream, background, sources) as registrations,
         probe_periodically(table, upstream, config, background),
-        poll_metrics(table, fleet.namespaces, upstream, config, background),
+        poll_metrics(table, fleet.namespaces, fleet.hosts, upstream, config, background),
         _kv_events(table, config, background) as event_counts,
     ):
         app[TABLE], app[KV_TRANSFER] = table, transfer
@@ -241,10 +259,11 @@ async def _pipeline(  # noqa: PLR0913, PLR0917 - its collaborators
     upstream: Upstream,
     media: MediaFetcher | None,
     cache: EncoderCache | None,
+    stores: HostStores | None,
     conversations: Conversations,
     fleet: _Instances,
 ) -> AsyncIterator[Pipeline]:
-    config, (table, namespaces, transfer, policies) = app[CONFIG], fleet
+    config, (table, namespaces, hosts, transfer, policies) = app[CONFIG], fleet
     ec_transfer = load_ec_transfer(config.ec_transfer)
     fatal = FatalRequests(
         config.suspect_s,
@@ -267,10 +286,19 @@ async def _pipeline(  # noqa: PLR0913, PLR0917 - its collaborators
             releases,
             fatal,
         )
+        encoder = _encoder(fleet, stages, ec_transfer, fatal, cache, stores)
+        host_choice = None
+        if stores is not None:
+            host_choice = HostChoice(table, hosts, stores, encoder.identifiers)
         early_choice = None
-        if ec_transfer.pushed or cache is not None:  # only instances of a store have namespaces
+        if ec_transfer.pushed or cache or stores:  # only instances of a store have namespaces
             early_choice = EarlyChoice(
-                table, namespaces, prefill_decode.choose_first, ec_transfer.pushed, by_content
+                table,
+                namespaces,
+                prefill_decode.choose_first,
+                ec_transfer.pushed,
+                by_content,
+                host_choice,
             )
         yield Pipeline(
             table,
@@ -278,7 +306,7 @@ async def _pipeline(  # noqa: PLR0913, PLR0917 - its collaborators
             media,
             keys,
             ec_transfer,
-            _encoder(table, namespaces, stages, ec_transfer, fatal, cache),
+            encoder,
             prefill_decode,
             early_choice,
             choices,
@@ -304,13 +332,14 @@ async def _written_pages(
 
 
 def _encoder(  # noqa: PLR0913, PLR0917 - its collaborators
-    table: InstanceTable,
-    namespaces: Namespaces,
+    fleet: _Instances,
     stages: Stages,
     transfer: ECTransfer,
     fatal: FatalRequests,
     cache: EncoderCache | None,
+    stores: HostStores | None,
 ) -> Encoder:
+    table, namespaces = fleet.table, fleet.namespaces
     claims = None if cache is None or transfer.pushed else Claims(cache)
     counts = TokenCounts()
     return Encoder(
@@ -322,8 +351,11 @@ def _encoder(  # noqa: PLR0913, PLR0917 - its collaborators
         transfer,
         fatal,
         counts,
-        Placement(table, namespaces, counts, transfer.pushed),
+        Placement(
+            table, namespaces, counts, transfer.pushed, None if stores is None else fleet.hosts
+        ),
         claims,
+        None if stores is None else stores.claims_at,
     )
 
 

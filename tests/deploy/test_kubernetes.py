@@ -33,7 +33,7 @@ from tests.deploy.manifests import (
     selects,
     settings,
 )
-from tests.deploy.tools import load_all
+from tests.deploy.tools import DEPLOY, load_all
 from tests.support.redis_server import RedisServer
 
 OLDEST, NEWEST = "1.29", "1.34"
@@ -179,7 +179,8 @@ def test_the_proxy_refuses_the_values_of_the_example(monkeypatch: pytest.MonkeyP
 
 
 def test_the_example_defines_every_used_secret() -> None:
-    text = yaml.safe_dump(RESOURCES)
+    overlay = load_all(DEPLOY / "kubernetes-memory" / "store.yaml")
+    text = yaml.safe_dump([*RESOURCES, *overlay])
     used = set(re.findall(r"secretKeyRef:\s+key: (\S+)\s+name: epd\b", text))
 
     assert used | {"api-keys"} == set(SECRET["stringData"])

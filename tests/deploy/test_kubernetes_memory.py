@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from ec_store.__main__ import make_parser
+from ec_store.arena.remote_url import is_of_hosts
 from ec_store.arena.url import ArenaOptions, arena_options
 from epd.version import __version__
 from tests.deploy import manifests
@@ -19,7 +20,7 @@ from tests.deploy.tools import DEPLOY, Document, load, load_all
 
 FOLDER = DEPLOY / "kubernetes-memory"
 KUSTOMIZATION = load(FOLDER / "kustomization.yaml")
-CLIENTS = ("encode", "epd-proxy", "prefill")
+CLIENTS = ("encode", "prefill")
 
 
 def built() -> Iterator[Document]:
@@ -99,7 +100,7 @@ def test_clients_of_the_memory_are_on_its_node_and_use_its_socket() -> None:
     volumes = {
         name: pod["volumes"][-1]["hostPath"]["path"]
         for name, pod in PODS.items()
-        if name != "decode"
+        if name in {*CLIENTS, "store"}
     }
     mounts = {
         name: {
@@ -109,12 +110,12 @@ def test_clients_of_the_memory_are_on_its_node_and_use_its_socket() -> None:
         for name in volumes
     }
 
-    assert urls() == {"EPD_EC_STORE": f"shm://{path}", "EC_STORE": f"shm://{path}"}
+    assert urls() == {"EPD_EC_STORE": "shm+tcp://", "EC_STORE": f"shm://{path}"}
     assert set(volumes) == {*CLIENTS, "store"}
     assert len(set(volumes.values())) == 1
     assert {path.startswith(f"{mount['ec-store']}/") for mount in mounts.values()} == {True}
     selectors = [str(pod.get("nodeSelector")) for pod in PODS.values()]
-    assert sorted(selectors) == ["None", *["{'epd-memory': 'true'}"] * 4]
+    assert sorted(selectors) == [*["None"] * 2, *["{'epd-memory': 'true'}"] * 3]
     assert "redis" not in PODS
 
 
@@ -139,16 +140,43 @@ def test_the_pod_of_the_memory_has_its_size_and_the_overhead() -> None:
     assert limits["memory"] == requests["memory"]
 
 
-def test_only_prometheus_reaches_the_memory_by_network_and_it_only_redis() -> None:
+def test_proxies_reach_the_server_that_it_names_with_its_key() -> None:
+    args = make_parser().parse_args(STORE["args"])
+    [proxy] = PODS["epd-proxy"]["containers"]
+    keys = [
+        {each["name"]: each["valueFrom"] for each in container["env"]}["EC_STORE_API_KEY"]
+        for container in (STORE, proxy)
+    ]
+    policies = {named(one): one["spec"] for one in RESOURCES if one["kind"] == "NetworkPolicy"}
+    to_store = policies["NetworkPolicy/proxy-to-store"]
+    own = policies["NetworkPolicy/store"]
+    [host, port] = args.listen.split(":")
+
+    assert is_of_hosts(urls()["EPD_EC_STORE"])
+    assert keys[0] == keys[1] == {"secretKeyRef": {"name": "epd", "key": "store-key"}}
+    assert (host, args.advertise) == ("0.0.0.0", f"$(POD_IP):{port}")  # noqa: S104
+    assert {"name": "proxies", "containerPort": int(port)} in STORE["ports"]
+    assert STORE["env"][2]["valueFrom"] == {"fieldRef": {"fieldPath": "status.podIP"}}
+    assert to_store["podSelector"] == policies["NetworkPolicy/proxy"]["podSelector"]
+    assert to_store["egress"] == [
+        {"to": [{"podSelector": own["podSelector"]}], "ports": [{"port": int(port)}]}
+    ]
+    assert own["ingress"][1] == {
+        "from": [{"podSelector": to_store["podSelector"]}],
+        "ports": [{"port": int(port)}],
+    }
+
+
+def test_only_prometheus_and_proxies_reach_the_memory_by_network_and_it_only_redis() -> None:
     policies = {named(one): one["spec"] for one in RESOURCES if one["kind"] == "NetworkPolicy"}
     [service] = [one for one in RESOURCES if named(one) == "Service/store"]
     [monitor] = load_all(FOLDER / "service-monitor.yaml")
-    [port] = STORE["ports"]
+    port, _ = STORE["ports"]
     labels = {"app.kubernetes.io/part-of": "epd", "app.kubernetes.io/name": "store"}
     own, redis = policies["NetworkPolicy/store"], policies["NetworkPolicy/store-to-redis"]
 
     assert own["podSelector"] == {"matchLabels": labels}
-    [ingress], [egress] = own["ingress"], own["egress"]
+    [ingress, _], [egress] = own["ingress"], own["egress"]
     assert [list(source) for source in ingress["from"]] == [["namespaceSelector"]]
     assert ingress["ports"] == [{"port": port["containerPort"]}]
     assert egress["to"] == [{"podSelector": redis["podSelector"]}]

@@ -19,6 +19,7 @@ from epd.edge.listening import Handshakes
 from epd.edge.protocol import EdgeServer
 from epd.errors import UpstreamUnreachable
 from epd.routing.health import HealthState
+from epd.routing.hosts import InstanceHosts
 from epd.routing.instances import Instance, Role
 from epd.routing.namespaces import Namespaces
 from epd.routing.registry import Registry
@@ -140,7 +141,9 @@ async def test_an_error_in_one_poll_stops_no_other_probes(bad: str, counted: Cou
         with capture_logs() as lines:
             async with (
                 probe_periodically(table, upstream, config, counted),
-                poll_metrics(table, Namespaces(table), upstream, config, counted),
+                poll_metrics(
+                    table, Namespaces(table), InstanceHosts(table), upstream, config, counted
+                ),
             ):
                 await until(lambda: table.state(second) is HealthState.DOWN)
                 one.healthy = False

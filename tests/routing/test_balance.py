@@ -20,7 +20,7 @@ from epd.routing.balance import (
 )
 from epd.routing.instances import Instance, Role
 from epd.routing.load import Load
-from epd.routing.rendezvous import LOAD_FACTOR, OUTLIER
+from epd.routing.rendezvous import LOAD_FACTOR, OUTLIER, upper_bound
 from epd.routing.reports import Report
 from epd.routing.table import InstanceTable
 from epd.routing.urls import MAX_WEIGHT, MIN_WEIGHT
@@ -301,3 +301,45 @@ def test_the_preferred_instance_is_chosen_unless_overloaded_or_tried() -> None:
         assert choice.best_instance(prefer=home.url) == home
         with table.track_request(home):
             assert choice.best_instance(prefer=home.url) != home
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.integers(0, 3)), min_size=2, max_size=8),
+    st.sampled_from(["affinity", "least_load", "round_robin", "power_of_two"]),
+)
+def test_the_worthiest_instance_below_the_load_bound_is_chosen(
+    instances: list[tuple[int, int]], balance: ItemBalanceName
+) -> None:
+    table = InstanceTable()
+    worth: dict[Instance, int] = {}
+    for number, (requests, value) in enumerate(instances):
+        instance = Instance(Role.ENCODE, f"http://e{number}:1")
+        table.add(instance)
+        worth[instance] = value
+        load = table.find_load(instance)
+        assert load is not None
+        for _ in range(requests):
+            load.begin_request()
+    most = upper_bound([candidate.load for candidate in table.all(Role.ENCODE)])
+    room = [each for each in table.all(Role.ENCODE) if each.load.value < most(each.load)]
+
+    choice = Choice(table, Role.ENCODE)
+    chosen = choice.best_instance(balance=balance, item="key", worth=lambda each: worth[each])
+
+    best = max(worth[each.instance] for each in room)
+    assert worth[chosen] == best or best == 0
+    assert best == 0 or chosen in {each.instance for each in room}
+
+
+def test_instances_of_one_worth_are_chosen_by_their_balance() -> None:
+    table = InstanceTable()
+    instances = [Instance(Role.ENCODE, f"http://e{number}:1") for number in range(4)]
+    for instance in instances:
+        table.add(instance)
+    choice = Choice(table, Role.ENCODE)
+    chosen = Counter(
+        choice.best_instance(balance="round_robin", worth=lambda each: float(each in instances[2:]))
+        for _ in range(8)
+    )
+
+    assert chosen == {instances[2]: 4, instances[3]: 4}

@@ -29,7 +29,8 @@ class TransferSettings(Section):
     also selects; or one of an installed package"""
     ec_store: StoreUrl = None
     """URL of the encode instances' encoder store, such as shm:///run/ec-store/arena.sock or
-    redis://host: items in it are not encoded again; default or 'none': no lookups"""
+    redis://host: items in it are not encoded again; shm+tls:// without a host: the memories of all
+    hosts, by the servers that instances name; default or 'none': no lookups"""
     ec_store_budget_s: Seconds = 0.02
     """maximum time of a lookup in the store, in seconds; then all items are encoded"""
     ec_store_lease_s: Seconds = 30.0

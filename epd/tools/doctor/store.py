@@ -13,6 +13,7 @@ from urllib.parse import unquote, urlsplit
 import psutil
 
 from ec_store.aio import AsyncStore
+from ec_store.arena.remote_url import SCHEMES as REMOTE
 from ec_store.errors import StoreError, StoreMissing
 from ec_store.keys import EntryKey
 from ec_store.opening import open_async_store
@@ -39,6 +40,9 @@ async def read_store(config: ProxyConfig, made: OutputFacts | None, limits: Limi
     if url is None:
         return StoreFacts(budget_s, is_configured=False)
     parts = urlsplit(url)
+    if parts.scheme in REMOTE:
+        problem = "the memory of another host: run `epd doctor` on that host, with its shm:// URL"
+        return StoreFacts(budget_s, problem=problem)
     folder = Path(unquote(parts.path)) if parts.scheme == "file" else None
     try:
         async with asyncio.timeout(WITHIN_S), await open_async_store(url, create=False) as store:

@@ -28,7 +28,7 @@ class OnLoop(ArenaStore):
         self.loop = uvloop.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
-        self.aio = AsyncArenaStore(options)
+        self.aio = AsyncArenaStore.from_options(options)
 
     def run(self, call: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(call, self.loop).result(60)

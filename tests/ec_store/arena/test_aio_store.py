@@ -18,7 +18,7 @@ import uvloop
 
 from ec_store import Entry, EntryKey
 from ec_store.arena import aio_connection
-from ec_store.arena.aio_connection import AsyncArenaConnection
+from ec_store.arena.aio_connection import AsyncArenaConnection, UnixEndpoint
 from ec_store.arena.aio_store import AsyncArenaStore
 from ec_store.arena.protocol import (
     LENGTH_BYTES,
@@ -51,7 +51,7 @@ Scenario = Callable[..., Coroutine[Any, Any, None]]
 @asynccontextmanager
 async def opened(path: Path, timeout_s: float = 10) -> AsyncIterator[AsyncArenaStore]:
     """Open a store; it must leave no socket open."""
-    store = AsyncArenaStore(ArenaOptions(str(path), timeout_s=timeout_s))
+    store = AsyncArenaStore.from_options(ArenaOptions(str(path), timeout_s=timeout_s))
     try:
         yield store
     finally:
@@ -123,7 +123,7 @@ async def test_concurrent_calls_get_their_own_replies(
 async def test_calls_of_one_connection_are_one_connection(path: Path, server: ArenaServer) -> None:
     async with opened(path) as aio:
         await asyncio.gather(*(aio.lookup(KEYS) for _ in range(20)))
-        other = AsyncArenaConnection(str(path), 10)
+        other = AsyncArenaConnection(UnixEndpoint(str(path)), 10)
         stats = await other.call(GetStats())
         await other.close()
 
@@ -336,7 +336,7 @@ async def test_claims_end_with_the_store(
 
 async def test_a_closed_store_fails_calls(path: Path, server: ArenaServer) -> None:
     async with scripted(path.with_name("other"), WELCOME, b"") as _:
-        aio = AsyncArenaStore(ArenaOptions(str(path.with_name("other")), timeout_s=60))
+        aio = AsyncArenaStore.from_options(ArenaOptions(str(path.with_name("other")), timeout_s=60))
         under_way = asyncio.create_task(aio.check())
         await until(lambda: aio._connection._link is not None)  # noqa: SLF001
         await asyncio.sleep(0)

@@ -19,7 +19,7 @@ import uvloop
 
 from ec_store.arena import connection as connections
 from ec_store.arena import server as arena_server
-from ec_store.arena.aio_connection import AsyncArenaConnection
+from ec_store.arena.aio_connection import AsyncArenaConnection, UnixEndpoint
 from ec_store.arena.connection import ArenaConnection
 from ec_store.arena.extents import PAGE_BYTES, ExtentAllocator
 from ec_store.arena.index import ArenaIndex
@@ -134,7 +134,7 @@ def test_a_proxy_is_refused_with_the_reason(
     path: Path, runner: Callable[[], asyncio.Runner]
 ) -> None:
     async def call() -> None:
-        client = AsyncArenaConnection(str(path), 10)
+        client = AsyncArenaConnection(UnixEndpoint(str(path)), 10)
         try:
             with pytest.raises(StoreUnavailable, match="has 1 connections"):
                 await client.call(GetStats())

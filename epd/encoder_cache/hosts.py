@@ -1,0 +1,160 @@
+"""The memories of the instances' hosts: a client of each server that instances name.
+
+Entries, leases and claims belong to a host. The engines of a host share its server, so a proxy has
+one connection to it, and one look-up for all of them.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import NamedTuple, Self
+from urllib.parse import urlsplit
+
+import structlog
+
+from ec_store.arena.remote_store import RemoteArenaStore
+from ec_store.arena.remote_url import DEFAULT_PORT, RemoteOptions
+from ec_store.bounded import BoundedDict
+from ec_store.entry import EntryInfo
+from ec_store.keys import EntryKey
+from epd.aio import Background
+from epd.config.sections.transfers import TransferSettings
+from epd.encoder_cache.claims import Claims
+from epd.encoder_cache.client import EncoderCache, Operation, Result
+from epd.routing.host_report import Host
+
+MAX_HOSTS = 1024
+"""Upper bound of the servers. Instances of further hosts are served without look-ups."""
+
+logger = structlog.get_logger("epd")
+
+
+class _Server(NamedTuple):
+    store: RemoteArenaStore
+    claims: Claims
+
+
+class HostStores:
+    """Clients of the servers, by address. Belongs to one event loop."""
+
+    def __init__(
+        self, options: RemoteOptions, config: TransferSettings, background: Background
+    ) -> None:
+        """Create it without a server; `options` are for all of them, apart from their address."""
+        self._options = options
+        self._config = config
+        self._background = background
+        self._servers: dict[str, _Server] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._ended_operations: Counter[tuple[Operation, Result]] = Counter()
+        self._ended_bytes = 0
+        self._logged: BoundedDict[str, str] = BoundedDict(MAX_HOSTS)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.use_servers(set())
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+    def use_servers(self, addresses: AbstractSet[str]) -> None:
+        """Connect to the servers that instances name, and close all other connections."""
+        for address in [address for address in self._servers if address not in addresses]:
+            server = self._servers.pop(address)
+            cache = server.claims.cache
+            self._ended_operations += cache.operations
+            self._ended_bytes += cache.found_bytes
+            closing = asyncio.create_task(cache.close())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+        for address in addresses - self._servers.keys():
+            options = self._options_of(address)
+            if options is not None and len(self._servers) < MAX_HOSTS:
+                self._servers[address] = self._opened(options)
+
+    def claims_at(self, host: Host | None) -> Claims | None:
+        """Return the claims at the server of a host.
+
+        None: it is unknown, or its memory is not that of the instance: the instance still uses that
+        of a server which has ended, or names the address of another host.
+        """
+        server = None if host is None else self._servers.get(host.address)
+        if host is None or server is None:
+            return None
+        arena = server.store.arena.hex()
+        if arena in {"", host.arena}:
+            return server.claims
+        if self._logged.get(host.address) != arena:
+            self._logged[host.address] = arena
+            logger.warning(
+                "the server of an instance's host has another memory than the instance",
+                server=host.address,
+                next="its entries are not looked up until the instance names this memory",
+            )
+        return None
+
+    async def find_here(
+        self, keys: Mapping[Host, Sequence[EntryKey]]
+    ) -> dict[str, Mapping[EntryKey, EntryInfo]]:
+        """Return the entries in the memory of each host, by address; all are asked at once.
+
+        Tiers are not asked: each host would begin to copy an entry that only one of them needs.
+        """
+
+        async def find(host: Host) -> Mapping[EntryKey, EntryInfo]:
+            claims = self.claims_at(host)
+            return {} if claims is None else await claims.cache.find_here(keys[host])
+
+        found = await asyncio.gather(*(find(host) for host in keys))
+        return {host.address: entries for host, entries in zip(keys, found, strict=True)}
+
+    @property
+    def operations(self) -> Counter[tuple[Operation, Result]]:
+        """Number of operations on all servers, by operation and result."""
+        counters = [server.claims.cache.operations for server in self._servers.values()]
+        return sum(counters, self._ended_operations)
+
+    @property
+    def found_bytes(self) -> int:
+        """Total size of the entries found."""
+        found = [server.claims.cache.found_bytes for server in self._servers.values()]
+        return sum(found, self._ended_bytes)
+
+    @property
+    def open_circuits(self) -> Mapping[str, bool]:
+        """Whether any server is bypassed, by kind of operation."""
+        states: dict[str, bool] = {}
+        for server in self._servers.values():
+            for name, is_open in server.claims.cache.open_circuits.items():
+                states[name] = is_open or states.get(name, False)
+        return states
+
+    def _opened(self, options: RemoteOptions) -> _Server:
+        store = RemoteArenaStore(options)
+
+        async def open_store() -> RemoteArenaStore:
+            return store
+
+        cache = EncoderCache(open_store, self._config, self._background)
+        cache.start()
+        return _Server(store, Claims(cache))
+
+    def _options_of(self, address: str) -> RemoteOptions | None:
+        """Return how to connect to a server; None if its connections are less safe than asked."""
+        parts = urlsplit(address)
+        try:
+            port = parts.port or DEFAULT_PORT
+        except ValueError:
+            return None
+        if not parts.hostname or (parts.scheme == "shm+tls") is not self._options.secure:
+            if self._logged.get(address) != parts.scheme:
+                self._logged[address] = parts.scheme
+                wanted = "shm+tls" if self._options.secure else "shm+tcp"
+                logger.warning(
+                    "an instance names a server that --ec-store excludes",
+                    server=address,
+                    next=f"requests bypass it; --ec-store allows {wanted}:// alone",
+                )
+            return None
+        return self._options.at(parts.hostname, port)
