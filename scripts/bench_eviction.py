@@ -83,7 +83,7 @@ class Fixed:
     by_worth: bool
 
     def refer(self, *_: object) -> None:
-        """Ignore a use."""
+        """Do nothing: both orders are not tried."""
 
 
 class Arena:

@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 SAMPLES = 9
-"""Steps of one modality and size whose median counts: it ignores a first compile, or a busy GPU."""
+"""Last steps of one modality and size: their median ignores a first compile, or a busy GPU."""
 
 FEWEST = 3
 """Steps before which nothing is known."""

@@ -128,7 +128,7 @@ class TestWorthOrder:
 
     @settings(max_examples=scaled(100))
     @given(st.data())
-    def test_it_gives_the_least_worth_of_all_that_are_not_young(self, data: st.DataObject) -> None:
+    def test_pop_returns_the_least_worth_of_all_entries_that_are_not_young(self, data: st.DataObject) -> None:
         order = WorthOrder(SIZE)
         entries: list[Ranked] = []
         aside: list[Ranked] = []
