@@ -128,7 +128,9 @@ class TestWorthOrder:
 
     @settings(max_examples=scaled(100))
     @given(st.data())
-    def test_pop_returns_the_least_worth_of_all_entries_that_are_not_young(self, data: st.DataObject) -> None:
+    def test_pop_returns_the_least_worth_of_all_entries_that_are_not_young(
+        self, data: st.DataObject
+    ) -> None:
         order = WorthOrder(SIZE)
         entries: list[Ranked] = []
         aside: list[Ranked] = []
@@ -302,9 +304,9 @@ def test_an_entry_in_use_is_passed_over_and_evicted_later() -> None:
     assert pin is not None
     write(index, client, b"\3" * 32)
     index.unpin(client, [pin[0]], 1)
-    number = index.begin(client, Slot(b"\4" * 32, b"", 3 * PAGE_BYTES), 11)
+    begun = index.begin(client, Slot(b"\4" * 32, b"", 3 * PAGE_BYTES), 11)
 
-    assert isinstance(number, int)
+    assert isinstance(begun, int)
     assert len(index) == 0
     assert index.evictions == 4
 
