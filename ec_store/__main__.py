@@ -180,6 +180,8 @@ def _memory_lines(memory: MemoryStats) -> list[str]:
         f"begun      {size_text(memory.begun_bytes)}",
         f"gone       {size_text(memory.gone_bytes)}",
         f"refused    {memory.refused:,}",
+        f"saved      {memory.saved_s:,.1f} s of encoding",
+        f"evicts by  {memory.evicts_by}",
         *(
             f"process    {use.role} {use.pid}: {size_text(use.pinned_bytes)} pinned, "
             f"{size_text(use.begun_bytes)} begun"

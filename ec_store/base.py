@@ -43,6 +43,9 @@ class MemoryStats:
         oldest_pin_s: age of the oldest pin in seconds; 0 without pins.
         refused: writes that found no room, because all entries were in use.
         uses: processes that have pinned or begun anything.
+        saved_s: encode seconds of the entries that were read, as far as their producers have
+            measured them. The first read of an entry does not count.
+        evicts_by: order in which entries are evicted now, `worth` or `least use`.
     """
 
     pages: str
@@ -54,6 +57,8 @@ class MemoryStats:
     oldest_pin_s: float
     refused: int
     uses: Sequence[ClientUse]
+    saved_s: float = 0.0
+    evicts_by: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,8 @@ class Entry:
         modality: `image`, `audio` or `video`.
         metadata: placeholder metadata as vLLM reports it, such as `{"image_grid_thw": [1, 36,
             54]}`; JSON values, read-only if the entry comes from a store.
+        encode_s: seconds that the encode took on the device, for eviction; 0: unknown, as in an
+            entry that comes from a store. No part of the blob: it does not describe the output.
 
     Raises:
         ValueError: a field has the wrong type, or dtype, shape and length are inconsistent.
@@ -63,6 +65,7 @@ class Entry:
     shape: tuple[int, ...]
     modality: str
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    encode_s: float = field(default=0.0, compare=False)
 
     @property
     def parts(self) -> Sequence[memoryview]:
@@ -93,6 +96,8 @@ class HeldEntry(Protocol):
     def metadata(self) -> Mapping[str, Any]: ...
     @property
     def parts(self) -> Sequence[memoryview]: ...
+    @property
+    def encode_s(self) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -260,6 +260,11 @@ def _memory_metrics(memory: MemoryStats) -> Iterator[Metric]:
     yield GaugeMetricFamily("ec_store_oldest_pin_seconds", text, value=memory.oldest_pin_s)
     text = "Writes that found no room, because all entries were pinned, leased or being written."
     yield CounterMetricFamily("ec_store_refused_writes", text, value=memory.refused)
+    text = (
+        "Encode seconds of entries that were read from the memory, but for the first read of each. "
+        "Only of entries with a measured encode."
+    )
+    yield CounterMetricFamily("ec_store_saved_encode_seconds", text, value=memory.saved_s)
     text = "1; its label `pages` is the kind of the memory's pages."
     pages = GaugeMetricFamily("ec_store_memory_info", text, labels=["pages"])
     pages.add_metric([memory.pages], 1)

@@ -136,8 +136,8 @@ class Arena:
                     self.refused += number is Refusal.FULL
                     return Begun(0, [], number.value)
                 return Begun(number, list(slot.extents))
-            case End(number, header):
-                return self._end(client, number, header, now_s)
+            case End():
+                return self._end(client, request, now_s)
             case Discard(number):
                 return Done(int(index.discard(client, number)))
             case Delete(digests):
@@ -160,10 +160,11 @@ class Arena:
             case _:
                 raise BadMessage(f"an unexpected {type(request).__name__}")
 
-    def _end(self, client: Client, number: int, header: bytes, now_s: float) -> Done:
+    def _end(self, client: Client, end: End, now_s: float) -> Done:
+        number, header, encode_s = end.number, end.header, end.encode_s
         try:
             if header:
-                return Done(int(self.index.commit(client, number, header, now_s)))
+                return Done(int(self.index.commit(client, number, header, now_s, encode_s)))
             self.index.abort(client, number)
         except KeyError:
             raise BadMessage("it ends a write that it has not begun") from None
@@ -246,6 +247,8 @@ class Arena:
             oldest_pin_s=now_s - min(pins, default=now_s),
             refused=self.refused,
             uses=_uses(clients),
+            saved_s=self.index.saved_s,
+            evicts_by="worth" if self.index.trial.by_worth else "least use",
         )
         return Stats(
             len(self.index),

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from ec_store.arena.extents import PAGE_BYTES, Extent, ExtentAllocator
+from ec_store.arena.worth import EncodeRate, OrderTrial, Ranked, WorthOrder
 
 MAX_CLAIMS = 65536
 """Upper bound of the claims of one client: it gets no more."""
@@ -19,8 +20,8 @@ MAX_CLAIMS = 65536
 MAX_UNHASHED = 4096
 """Upper bound of the entries that wait for their checksum."""
 
-ENTRY_BYTES = 512
-"""Memory of an index for one entry beside its header, about."""
+ENTRY_BYTES = 1408
+"""Memory of an index for one entry beside its header, about, in a memory that has turned over."""
 
 INDEX_SHARE = 32
 MIN_INDEX_BYTES = 16 * 2**20
@@ -53,12 +54,15 @@ class Slot:
         extents: bytes that it takes, in order.
         header: description of the entry; empty while it is being written. The index never reads it.
         checksum: checksum of the payload; empty until it was computed.
+        encode_s: seconds that its encode took, as its writer has measured them; 0: unknown.
+        reads: number of its pins so far.
         pins: number of its readers.
         leased_until_s: end of its longest lease.
         used_s: time of its last use.
         evictable: whether its index counts it as an entry that is not in use.
         uses: number of its uses that `Arena` has counted, until it was offered to a tier.
         offered_s: time when it was last offered to a tier of this host, or came from it.
+        ranked: its rank by worth; None while it is no entry.
     """
 
     digest: bytes
@@ -68,12 +72,15 @@ class Slot:
     extents: tuple[Extent, ...] = ()
     header: bytes = b""
     checksum: str = ""
+    encode_s: float = 0.0
+    reads: int = 0
     pins: int = 0
     leased_until_s: float = 0.0
     used_s: float = 0.0
     evictable: bool = False
     uses: int = 0
     offered_s: float = -math.inf
+    ranked: Ranked | None = None
 
     @property
     def taken_bytes(self) -> int:
@@ -123,13 +130,16 @@ class ArenaIndex:
     """Index of the entries of one memory. Not thread-safe; times are monotonic seconds.
 
     Every operation on a key takes constant time, but for `begin`, which evicts as many entries as
-    it needs to, the least recently used first. It passes over those in use, but refuses a write
-    without looking at them.
+    it needs to: those of the least worth first, or the least recently used, whichever has saved
+    more lately. It passes over those in use, but refuses a write without looking at them.
 
     Attributes:
         unhashed: entries that wait for their checksum, at most `MAX_UNHASHED`. An entry that finds
             no room waits from its next pin on.
         evictions: number of evicted entries.
+        saved_s: encode seconds of the entries that were pinned, where they are known. The first pin
+            of an entry saves none: it hands it from its encoder to its reader.
+        trial: trial of the orders in which entries may be evicted.
     """
 
     def __init__(
@@ -149,6 +159,10 @@ class ArenaIndex:
         """
         self.unhashed: OrderedDict[Slot, None] = OrderedDict()
         self.evictions = 0
+        self.saved_s = 0.0
+        self.trial = OrderTrial(extents.size_bytes)
+        self._worth = WorthOrder(extents.size_bytes)
+        self._rate = EncodeRate()
         self._extents = extents
         self._client_bytes = client_bytes or extents.size_bytes
         self._ttl_s = ttl_s
@@ -220,7 +234,7 @@ class ArenaIndex:
         found = self.find(digests, now_s)
         for slot in found:
             if slot is not None:
-                self._use(slot, now_s)
+                self._count_use(slot, now_s)
                 slot.leased_until_s = max(slot.leased_until_s, now_s + seconds)
                 self._note_lease(slot)
                 self._count(slot, now_s)
@@ -244,8 +258,10 @@ class ArenaIndex:
             client.pins[self._numbers] = (slot, now_s)
             client.pinned_bytes += slot.counted_bytes
             slot.pins += 1
+            self.saved_s += slot.encode_s if slot.reads else 0.0
+            slot.reads += 1
             self._count(slot, now_s)
-            self._use(slot, now_s)
+            self._count_use(slot, now_s)
             self._hash_later(slot)
             pins.append((self._numbers, slot))
         return pins
@@ -272,7 +288,7 @@ class ArenaIndex:
         """
         if not slot.replaces:
             if (existing := self._find(slot.digest, now_s)) is not None:
-                self._use(existing, now_s)
+                self._count_use(existing, now_s)
                 return Refusal.THERE
             if slot.digest in self._writing:
                 return Refusal.BEGUN
@@ -289,9 +305,10 @@ class ArenaIndex:
             missing_bytes = max(1, slot.size_bytes - self._extents.free_bytes)
             if missing_bytes > self._evictable_bytes:
                 return Refusal.FULL
-            evicted = self._least_used(missing_bytes, now_s)
+            choose = self._least_worth if self.trial.by_worth else self._least_used
+            evicted = choose(missing_bytes, now_s)
             for each in evicted:
-                self._remove(each)
+                self._remove(each, evicted=True)
             self.evictions += len(evicted)
         slot.extents = extents
         if not slot.replaces:
@@ -301,11 +318,14 @@ class ArenaIndex:
         client.begun_bytes += slot.counted_bytes
         return self._numbers
 
-    def commit(self, client: Client, number: int, header: bytes, now_s: float) -> bool:
+    def commit(
+        self, client: Client, number: int, header: bytes, now_s: float, encode_s: float = 0.0
+    ) -> bool:
         """End a write; return whether the entry is stored.
 
         It is not if another write of the key was committed first, and does not replace it. A
-        replaced entry's lease protects the new one.
+        replaced entry's lease protects the new one, and its uses count for it. `encode_s` is as in
+        `Slot`.
 
         Raises:
             KeyError: the client has begun no such write.
@@ -316,10 +336,13 @@ class ArenaIndex:
             if not slot.replaces:
                 self._free(slot)
                 return False
-            self._remove(old)
+            self._remove(old, evicted=True)
             slot.leased_until_s = old.leased_until_s
-        slot.header, slot.used_s = header, now_s
+        slot.header, slot.used_s, slot.encode_s = header, now_s, encode_s
         self._entries[slot.digest] = slot
+        rate = self._rate.compare(slot.counted_bytes, encode_s)
+        slot.ranked = self._worth.enter(slot.digest, slot.counted_bytes, rate)
+        self.trial.refer(slot.digest, slot.counted_bytes, rate)
         if slot.leased_until_s > now_s:
             self._note_lease(slot)
         self._count(slot, now_s)
@@ -435,8 +458,15 @@ class ArenaIndex:
         """Return whether a slot is still the entry of its key."""
         return self._entries.get(slot.digest) is slot
 
+    def _count_use(self, slot: Slot, now_s: float) -> None:
+        """Count a use of an entry, by the request of a client for it."""
+        self._use(slot, now_s)
+        if (ranked := slot.ranked) is not None:
+            self._worth.use(ranked)
+            self.trial.refer(ranked.digest, ranked.size_bytes, ranked.rate)
+
     def _use(self, slot: Slot, now_s: float) -> None:
-        """Note a use of an entry, so that `_entries` stays in the order of the last uses."""
+        """Note that an entry is in use, so that `_entries` stays in the order of the last uses."""
         slot.used_s = now_s
         self._entries.move_to_end(slot.digest)
 
@@ -458,6 +488,19 @@ class ArenaIndex:
                 break
         for slot in in_use:
             self._use(slot, now_s)
+        return found
+
+    def _least_worth(self, size_bytes: int, now_s: float) -> list[Slot]:
+        """Return the entries of the least worth that take at least so many bytes together.
+
+        `_evictable_bytes` are as many. Entries in use are set aside until they are not.
+        """
+        found: list[Slot] = []
+        while size_bytes > 0 and (ranked := self._worth.pop()):
+            slot = self._entries[ranked.digest]
+            if not slot.is_in_use(now_s):
+                found.append(slot)
+                size_bytes -= slot.taken_bytes
         return found
 
     def _note_lease(self, slot: Slot) -> None:
@@ -486,13 +529,18 @@ class ArenaIndex:
         if evictable is not slot.evictable:
             slot.evictable = evictable
             self._evictable_bytes += slot.taken_bytes if evictable else -slot.taken_bytes
+            if evictable and slot.ranked is not None:
+                self._worth.put_back(slot.ranked)
 
     def _hash_later(self, slot: Slot) -> None:
         if not slot.checksum and len(self.unhashed) < MAX_UNHASHED:
             self.unhashed[slot] = None
 
-    def _remove(self, slot: Slot) -> None:
+    def _remove(self, slot: Slot, *, evicted: bool = False) -> None:
         del self._entries[slot.digest]
+        if slot.ranked is not None:
+            self._worth.leave(slot.ranked, evicted=evicted)
+            slot.ranked = None
         self._digests[slot.digest[0]].discard(slot.digest)
         self._index_bytes -= ENTRY_BYTES + len(slot.header)
         self.unhashed.pop(slot, None)

@@ -275,10 +275,14 @@ class Begin(ArenaRequest[Begun], frozen=True):
 
 
 class End(ArenaRequest[Done], frozen=True):
-    """End a write; an empty header gives it up. `Done` has 1 if it is stored."""
+    """End a write; an empty header gives it up. `Done` has 1 if it is stored.
+
+    `encode_s` is as in `Entry`. Servers and clients of this version work without it.
+    """
 
     number: int
     header: Header
+    encode_s: Seconds = 0.0
 
 
 class Discard(ArenaRequest[Done], frozen=True):

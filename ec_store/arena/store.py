@@ -32,6 +32,7 @@ from ec_store.arena.fields import (
 from ec_store.arena.index import Refusal
 from ec_store.arena.memory import Bytes, copy_in, copy_out
 from ec_store.arena.protocol import (
+    LONGEST_S,
     ArenaRequest,
     Begin,
     Begun,
@@ -308,7 +309,7 @@ class PlacedEntry:
     """Entry in the memory of a host.
 
     Attributes:
-        dtype, shape, modality, metadata: as in `Entry`.
+        dtype, shape, modality, metadata, encode_s: as in `Entry`.
         place: where other processes find it in their mapping of the memory.
         parts: its bytes, read-only, in order.
     """
@@ -319,6 +320,7 @@ class PlacedEntry:
     metadata: Mapping[str, Any]
     place: HostPlace
     parts: Sequence[memoryview]
+    encode_s: float = 0.0
 
 
 class _Kept:
@@ -367,11 +369,16 @@ class EntryWrite:
             raise StoreUnavailable(f"the place of a write is unusable: {error}") from None
 
     def entry(
-        self, dtype: str, shape: tuple[int, ...], modality: str, metadata: Mapping[str, Any]
+        self,
+        dtype: str,
+        shape: tuple[int, ...],
+        modality: str,
+        metadata: Mapping[str, Any],
+        encode_s: float = 0.0,
     ) -> PlacedEntry:
         """Return the entry that was written, for `commit`."""
         parts = [part.data.toreadonly() for part in self.parts]
-        return PlacedEntry(dtype, shape, modality, metadata, self.place, parts)
+        return PlacedEntry(dtype, shape, modality, metadata, self.place, parts, encode_s)
 
     def commit(self, entry: HeldEntry) -> bool:
         """Store the entry; return False if another one of its key was stored first.
@@ -385,7 +392,7 @@ class EntryWrite:
             self.abort()
             raise
         try:
-            stored = self._end(header)
+            stored = self._end(header, entry.encode_s)
         except StoreUnavailable:
             self._store.counts.add(drops=1)
             raise
@@ -397,9 +404,9 @@ class EntryWrite:
         with suppress(StoreUnavailable):
             self._end(b"")
 
-    def _end(self, header: bytes) -> bool:
+    def _end(self, header: bytes, encode_s: float = 0.0) -> bool:
         self._arena.writes.discard(self._number)
-        end = End(self._number, header)
+        end = End(self._number, header, min(encode_s, LONGEST_S))
         return self._store.connection.call(end, within=self._arena)[0].number == 1
 
 

@@ -20,7 +20,12 @@ class HostWriter:
         self._stream: torch.Stream | None = None
 
     def put(
-        self, key: EntryKey, output: Output, modality: str, metadata: Mapping[str, Any]
+        self,
+        key: EntryKey,
+        output: Output,
+        modality: str,
+        metadata: Mapping[str, Any],
+        encode_s: float = 0.0,
     ) -> bool | None:
         """Write an output in place, and store it when its copy has ended.
 
@@ -40,7 +45,7 @@ class HostWriter:
             if tensor.device.type != "cpu" and self._stream is None:
                 self._stream = new_stream(tensor.device)
             output.copy_to([torch.from_numpy(part) for part in write.parts], self._stream)
-            entry = write.entry(dtype, tuple(tensor.shape), modality, metadata)
+            entry = write.entry(dtype, tuple(tensor.shape), modality, metadata, encode_s)
             accepted = self._accept(entry)
         except BaseException:
             if self._has_ended():

@@ -227,6 +227,7 @@ class ECStoreConnector(ECConnectorBase):
             (self._consumer and self._attempt(self._consumer.take_learn)) or {},
             # Without it workers still read their entries, and report them in a later step.
             self._sharing and self._attempt(self._sharing.shared_region),
+            bool(getattr(scheduler_output, "scheduled_encoder_inputs", None)),
         )
 
     def _loads(self) -> dict[str, EntryLoad]:
@@ -298,8 +299,10 @@ class ECStoreConnector(ECConnectorBase):
         if self._host is not None:
             self._attempt(self._host.start)
         if self._saver is not None:
-            items = self._get_connector_metadata().items
-            self._saver.expect_items(items, kwargs.get("encoder_cache") or {})
+            step = self._get_connector_metadata()
+            self._saver.expect_items(step.items, kwargs.get("encoder_cache") or {})
+            if step.encodes:
+                self._attempt(self._saver.timer.begin_step)
 
     @guard_method(lambda: None)
     def save_caches(
@@ -307,13 +310,15 @@ class ECStoreConnector(ECConnectorBase):
     ) -> None:
         """Save an item that was just encoded."""
         if self._saver is not None:
-            self._saver.save(mm_hash, encoder_cache[mm_hash])
+            self._saver.save_encoded(mm_hash, encoder_cache[mm_hash])
 
     @guard_method(lambda: None)
     def build_connector_worker_meta(self, *_: Any, **__: Any) -> None:
         """Send the step's results to the scheduler at its end (`ec_store.engine.backchannel`)."""
         if self._loader is not None:
             self._attempt(self._loader.report_copies)
+        if self._saver is not None:
+            self._attempt(self._saver.timer.end_step)
         for part in (self._saver, self._learner):
             if part is not None:
                 self._attempt(part.send_reports)

@@ -17,6 +17,7 @@ from ec_store.bounded import BoundedDict
 from ec_store.counts import Counts
 from ec_store.engine.accept import FiniteOnly
 from ec_store.engine.backchannel import Sender
+from ec_store.engine.encode_timer import EncodeTimer
 from ec_store.engine.host_memory import HostMemory
 from ec_store.engine.host_writer import HostWriter
 from ec_store.engine.region import Place, SharedRegion
@@ -51,12 +52,14 @@ class StepMetadata(ECConnectorMetadata):
         items: items of new requests, by identifier.
         learn: modality by identifier of items that are encoded here, to report their width.
         shared: shared memory that loads may be in; None without one.
+        encodes: whether the step encodes items.
     """
 
     loads: dict[str, EntryLoad]
     items: dict[str, Item]
     learn: dict[str, str]
     shared: SharedRegion | None
+    encodes: bool = False
 
 
 class Saver:
@@ -65,6 +68,7 @@ class Saver:
     Attributes:
         counts: counts that the scheduler gets.
         logged: names of the methods that have logged an exception.
+        timer: timer of the encodes that the items come from.
     """
 
     def __init__(
@@ -76,6 +80,7 @@ class Saver:
         self._sender = sender
         self.counts = counts
         self.logged: set[str] = set()
+        self.timer = EncodeTimer()
         self._copies = HostCopies(queue_bytes)
         self._accept = FiniteOnly(counts, "it was encoded here and is not stored")
         self._host = HostWriter(store, self._accept) if isinstance(store, ArenaStore) else None
@@ -122,6 +127,12 @@ class Saver:
         if write is None or not self._writer.submit(key, tensor.nbytes, write):
             self._remember(key, stored=False)
 
+    def save_encoded(self, identifier: str, tensor: torch.Tensor) -> None:
+        """Save an item that this step has encoded."""
+        if (item := self._items.get(identifier)) is not None:
+            self.timer.add(item.modality, tensor.nbytes)
+        self.save(identifier, tensor)
+
     def close(self) -> None:
         """Write the queued entries, for a bounded time, and report the results."""
         self._writer.close()
@@ -158,15 +169,18 @@ class Saver:
 
     def _begin_write(self, key: EntryKey, tensor: torch.Tensor, item: Item) -> Write | None:
         """Return the function that writes an item; None if the ring has no room for its copy."""
+        encode_s = self.timer.estimate_s(item.modality, tensor.nbytes)
         if self._host is not None:
-            return functools.partial(self._host.put, key, Output(tensor), *item)
+            return functools.partial(self._host.put, key, Output(tensor), *item, encode_s)
         copied = self._copies.start(tensor)
-        return functools.partial(self._put_copy, key, copied, item) if copied else None
+        return functools.partial(self._put_copy, key, copied, item, encode_s) if copied else None
 
-    def _put_copy(self, key: EntryKey, copied: HostTensor, item: Item) -> bool | None:
+    def _put_copy(
+        self, key: EntryKey, copied: HostTensor, item: Item, encode_s: float
+    ) -> bool | None:
         host = copied()
         data = memoryview(host.view(torch.uint8).reshape(-1).numpy()).cast("B")
-        entry = Entry(data, DTYPES[host.dtype], tuple(host.shape), *item)
+        entry = Entry(data, DTYPES[host.dtype], tuple(host.shape), *item, encode_s)
         return self._store.put(key, entry) if self._accept(entry) else None
 
     def _remember(self, key: EntryKey, stored: bool) -> None:

@@ -91,6 +91,7 @@ async def test_figures_of_a_memory_over_http(memory: TestClient[Any, Any]) -> No
     assert float(values["ec_store_max_bytes"]) == 2 * pinned
     assert float(values["ec_store_refused_writes_total"]) == 1
     assert float(values["ec_store_gone_bytes"]) == 0
+    assert float(values["ec_store_saved_encode_seconds_total"]) == 0
     assert float(values["ec_store_clients"]) >= 2
     assert float(values["ec_store_oldest_pin_seconds"]) > 0
     assert [values[name] for name in values if name.startswith("ec_store_memory_info{pages=")] == [

@@ -61,6 +61,7 @@ class Walk:
         """Make one call; the more usual ones more often."""
         calls = [self.begin, self.end, self.pin, self.unpin, self.claim, self.pass_time]
         rare = [self.lease, self.delete, self.expire, self.release, self.leave]
+        self.index.trial.by_worth = self.rng.random() < 0.8
         self.rng.choice(calls * 4 + rare)()
         self.check()
 
@@ -98,7 +99,8 @@ class Walk:
             self.index.abort(held.client, held.number)
             assert self.there(held.digest) is old
         else:
-            stored = self.index.commit(held.client, held.number, b"header", self.now_s)
+            encode_s = self.rng.choice([0.0, 0.1, 5.0])
+            stored = self.index.commit(held.client, held.number, b"header", self.now_s, encode_s)
             assert stored is (old is None or replaces)
             if stored:
                 slot = self.there(held.digest)
@@ -251,6 +253,7 @@ def test_a_renewed_lease_takes_no_further_memory() -> None:
 
 def test_the_least_recently_used_entry_is_evicted() -> None:
     index = ArenaIndex(ExtentAllocator(3 * PAGE_BYTES, 2**20))
+    index.trial.by_worth = False
     client = Client()
     for now_s, digest in enumerate(DIGESTS[:3]):
         put(index, client, digest, now_s)

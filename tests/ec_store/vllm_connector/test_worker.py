@@ -349,3 +349,30 @@ def test_ranks_of_the_first_stage_load_and_are_numbered(
     first, context, tensor = rank
     vllm.be_rank(monkeypatch, tensor, 4, first_stage=first, context=context)
     assert vllm.reader() == number
+
+
+def test_entries_have_the_encode_seconds_of_earlier_steps(
+    runner: Any, vllm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = runner.worker._store  # noqa: SLF001
+    put, found = store.put, list[float]()
+
+    def record(key: EntryKey, entry: Any) -> Any:
+        found.append(entry.encode_s)
+        return put(key, entry)
+
+    monkeypatch.setattr(store, "put", record)
+    for encodes, name in zip([False, True, True, True, True], "abcde", strict=True):
+        step = SimpleNamespace(
+            scheduled_new_reqs=[vllm.request(vllm.feature(name))],
+            finished_req_ids=set(),
+            scheduled_encoder_inputs={"r": [0]} if encodes else {},
+        )
+        step.ec_connector_metadata = runner.scheduler.build_connector_meta(step)
+        with runner.active.maybe_get_output(step):
+            time.sleep(0.001)
+            runner.cache[name] = vllm.tensor()
+    runner.worker.shutdown()
+
+    assert found[:4] == [0.0] * 4
+    assert found[4] >= 0.001
