@@ -7,9 +7,9 @@ from ec_store import EntryKey
 from ec_store.arena.connection import ArenaConnection
 from ec_store.arena.store import ArenaStore
 from ec_store.arena.url import ArenaOptions
+from ec_store.testing.claims import ClaimsContract
+from ec_store.testing.stores import Opened, StoreContract
 from tests.ec_store.arena.served import hashed_pin, serving
-from tests.ec_store.claims_contract import ClaimsContract
-from tests.ec_store.contract import Opened, StoreContract
 
 
 class TestArena(StoreContract, ClaimsContract):

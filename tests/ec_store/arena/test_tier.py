@@ -52,8 +52,8 @@ from ec_store.entry import EntryInfo
 from ec_store.errors import StoreUnavailable
 from ec_store.redis.store import RedisStore
 from ec_store.service import create_app
+from ec_store.testing.stores import assert_same, entry, key, sized
 from tests.ec_store.arena.served import MIB, hashed_pin, serving, wait_for
-from tests.ec_store.contract import assert_same, entry, key, sized
 from tests.paths import ROOT
 from tests.support.redis_server import RedisServer
 

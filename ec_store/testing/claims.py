@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ec_store import Store
 from ec_store.keys import MAX_OWNER_BYTES
-from tests.ec_store.contract import Opened, assert_same, entry, key, relaxed
+from ec_store.testing.stores import Opened, assert_same, entry, key, relaxed
 
 ROUNDS = 100
 SHORT_S = 0.1
