@@ -113,7 +113,8 @@ def make_parser() -> argparse.ArgumentParser:
         help_text = f"{meaning} (default {default})"
         serve.add_argument(flag, type=parse, default=default, help=help_text)
     tier = (
-        "store behind the memory of a shm:// URL: redis://… that servers of other hosts have too. "
+        "store behind the memory of a shm:// URL: redis://… or mooncake://… that servers of other "
+        "hosts have too. "
         "Written entries go there, and missing ones are looked up there (default none)"
     )
     serve.add_argument("--tier", metavar="URL", help=tier)

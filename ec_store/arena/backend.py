@@ -1,4 +1,4 @@
-"""Backend of `shm://`."""
+"""Backend of `shm://`, the memory of a host."""
 
 from typing import TYPE_CHECKING
 

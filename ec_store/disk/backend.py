@@ -1,4 +1,4 @@
-"""Backend of `file://`."""
+"""Backend of `file://`, a directory."""
 
 from typing import TYPE_CHECKING
 

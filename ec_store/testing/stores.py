@@ -175,13 +175,13 @@ class StoreContract:
     def test_an_awkward_identifier_is_a_key_like_any_other(
         self, store: Store, identifier: str
     ) -> None:
-        one, other = key(identifier), key(identifier + "x")
-        store.put(one, sized(10, 1))
+        plain, other = key(identifier), key(identifier + "x")
+        store.put(plain, sized(10, 1))
         store.put(other, sized(10, 2))
 
-        assert_same(sized(10, 1), store.get(one))
+        assert_same(sized(10, 1), store.get(plain))
         assert_same(sized(10, 2), store.get(other))
-        assert [info and info.key for info in store.lookup([one, other])] == [one, other]
+        assert [info and info.key for info in store.lookup([plain, other])] == [plain, other]
 
     @relaxed
     @given(namespace=ANY_TEXT, identifier=ANY_TEXT, kept=entries())

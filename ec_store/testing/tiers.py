@@ -73,15 +73,15 @@ class TierContract:
     def test_an_awkward_identifier_is_a_key_like_any_other(
         self, tier: Tier, identifier: str
     ) -> None:
-        one, other = key(identifier), key(identifier + "x")
-        if refused(tier, one):
+        left, other = key(identifier), key(identifier + "x")
+        if refused(tier, left):
             return
         tier.put(other, sized(10, 2))
 
-        assert_same(sized(10, 1), tier.get(one))
+        assert_same(sized(10, 1), tier.get(left))
         assert_same(sized(10, 2), tier.get(other))
-        found = tier.find([one.digest, other.digest])
-        assert [info and info.key for info in found] == [one, other]
+        found = tier.find([left.digest, other.digest])
+        assert [info and info.key for info in found] == [left, other]
 
     @relaxed
     @given(namespace=ANY_TEXT, identifier=ANY_TEXT, kept=entries())
@@ -265,24 +265,24 @@ class SharedTierContract:
     """Contract of claims in a tier. `opened` returns tiers with claims."""
 
     def test_a_claim_is_that_of_one_owner(self, opened: OpenedSharedTier) -> None:
-        one, other = opened(), opened()
+        left, other = opened(), opened()
 
-        assert one.claim_missing([key().digest], b"one", LONG_S) == [True]
+        assert left.claim_missing([key().digest], b"one", LONG_S) == [True]
         assert other.claim_missing([key().digest], b"other", LONG_S) == [False]
-        assert one.claim_missing([key().digest], b"one", LONG_S) == [True]
+        assert left.claim_missing([key().digest], b"one", LONG_S) == [True]
 
     def test_a_released_claim_is_free(self, opened: OpenedSharedTier) -> None:
-        one, other = opened(), opened()
-        one.claim_missing([key().digest], b"one", LONG_S)
+        left, other = opened(), opened()
+        left.claim_missing([key().digest], b"one", LONG_S)
 
         other.release_claims([key().digest], b"other")
         assert other.claim_missing([key().digest], b"other", LONG_S) == [False]
-        one.release_claims([key().digest], b"one")
+        left.release_claims([key().digest], b"one")
         assert other.claim_missing([key().digest], b"other", LONG_S) == [True]
 
     def test_a_claim_ends(self, opened: OpenedSharedTier) -> None:
-        one, other = opened(), opened()
-        one.claim_missing([key().digest], b"one", SHORT_S)
+        left, other = opened(), opened()
+        left.claim_missing([key().digest], b"one", SHORT_S)
         time.sleep(2 * SHORT_S)
 
         assert other.claim_missing([key().digest], b"other", LONG_S) == [True]
@@ -290,21 +290,21 @@ class SharedTierContract:
     def test_an_existing_entry_is_found_and_its_claim_released(
         self, opened: OpenedSharedTier
     ) -> None:
-        one, other = opened(), opened()
-        one.claim_missing([key().digest], b"one", LONG_S)
-        one.put(key(), sized(10))
-        [found] = one.claim_missing([key().digest], b"one", LONG_S)
-        one.remove([key().digest])
+        left, other = opened(), opened()
+        left.claim_missing([key().digest], b"one", LONG_S)
+        left.put(key(), sized(10))
+        [found] = left.claim_missing([key().digest], b"one", LONG_S)
+        left.remove([key().digest])
 
         assert not isinstance(found, bool)
         assert found.key == key()
         assert other.claim_missing([key().digest], b"other", LONG_S) == [True]
 
 
-def refused(tier: Tier, one: EntryKey) -> bool:
+def refused(tier: Tier, left: EntryKey) -> bool:
     """Write an entry; return whether its header is too large for the tier."""
     try:
-        tier.put(one, sized(10, 1))
+        tier.put(left, sized(10, 1))
     except EntryTooLarge:
         return True
     return False
