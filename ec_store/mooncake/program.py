@@ -91,7 +91,11 @@ class Program:
         pause_s = FIRST_PAUSE_S
         while not self._closed.is_set():
             since_s = time.monotonic()
-            running = self._start()
+            try:
+                running = self._start()
+            except OSError as error:  # no route to the master, or a limit of processes or files
+                logger.warning("%s cannot start: %s", self._name, error)
+                running = None
             if running is not None:
                 self.starts += 1
                 self._running = running
@@ -112,11 +116,7 @@ class Program:
     def _start(self) -> Running | None:
         """Start a process and wait until it is ready; None if it cannot start."""
         options = self._options
-        try:
-            host = options.own_host()
-        except OSError as error:
-            logger.warning("%s cannot start: no route to the master: %s", self._name, error)
-            return None
+        host = options.own_host()
         control, its_control = _pair()
         pairs = [_pair() for _ in self._memories]
         theirs = [its_control, *(pair[1] for pair in pairs)]
@@ -143,6 +143,10 @@ class Program:
                 # Errors alone: the library logs each connection.
                 env={"MC_LOG_LEVEL": "ERROR", **os.environ},
             )
+        except OSError:
+            for each in (control, *(pair[0] for pair in pairs)):
+                each.close()
+            raise
         finally:
             for each in theirs:
                 each.close()

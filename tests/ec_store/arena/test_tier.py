@@ -696,7 +696,7 @@ def test_a_tier_that_is_not_redis_is_refused(
         main(["serve", f"shm://{tmp_path}/arena.sock", "--tier", f"file://{tmp_path}"])
 
     assert ended.value.code == 2
-    assert "cannot be a tier: use redis:// or rediss://" in capsys.readouterr().err
+    assert "cannot be a tier: use redis:// or mooncake://" in capsys.readouterr().err
 
 
 def test_an_entry_that_replaces_another_stays_on_its_host(redis: RedisServer, a: Host) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -186,6 +187,20 @@ def test_failed_transfers_in_a_row_are_counted(master: MooncakeMaster, open_tier
         if number < FAILURES - 1:
             assert tier.client.program.starts == 1
             tier.client.count("get", [Status.NOT_FOUND], running(tier.client.program))
+    until(lambda: tier.client.program.starts == 2)
+    assert works(tier)
+
+
+@pytest.mark.fault(143)
+def test_a_client_that_cannot_be_started_is_started_later(
+    master: MooncakeMaster, open_tier: OpenTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = open_tier(master.url(f"{SEGMENT}&prefix=unstarted"))
+    refused = Mock(side_effect=BlockingIOError("no more processes"))
+    with monkeypatch.context() as patched:
+        patched.setattr("ec_store.mooncake.program.subprocess.Popen", refused)
+        running(tier.client.program).process.kill()
+        until(lambda: refused.called)
     until(lambda: tier.client.program.starts == 2)
     assert works(tier)
 
