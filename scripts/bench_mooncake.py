@@ -1,7 +1,7 @@
 """Read and look up entries in Mooncake and Redis as tiers, in turn, in one run.
 
     scripts/setup.sh
-    .venv/bin/python -m scripts.bench_tiers
+    .venv/bin/python -m scripts.bench_mooncake
 
 It starts a Redis server, `mooncake_master`, and two tiers of Mooncake, all on 127.0.0.1. One tier
 contributes the segment and writes; the other reads over TCP. Each figure is a median.
