@@ -114,9 +114,9 @@ def make_parser() -> argparse.ArgumentParser:
         serve.add_argument(flag, type=parse, default=default, help=help_text)
     tier = (
         "store behind the memory of a shm:// URL, in which missing entries are looked up: first "
-        "file:///path, a directory of this host that gets what is used twice, then redis://…, "
-        "which servers of other hosts have too and which gets all entries. Repeatable (default "
-        "none)"
+        "file:///path, a directory of this host that gets what is used twice, then redis://… or "
+        "mooncake://…, which servers of other hosts have too and which gets all entries. "
+        "Repeatable (default none)"
     )
     serve.add_argument("--tier", metavar="URL", action="append", default=[], help=tier)
     _add_listening(serve)

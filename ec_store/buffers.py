@@ -39,7 +39,7 @@ class Buffers:
         """
         whole = max(1, -(-size // _HUGE_PAGE)) * _HUGE_PAGE
         with self._lock.mutex:
-            unused = [buffer for buffer in self._lent if _unused(buffer)]
+            unused = [buffer for buffer in self._lent if is_unused(buffer)]
             fitting = [buffer for buffer in unused if whole <= len(buffer) <= 2 * whole]
             if fitting:
                 buffer = min(fitting, key=len)
@@ -64,7 +64,7 @@ class Buffers:
                 self._lent.remove(buffer)
 
 
-def _unused(buffer: mmap.mmap) -> bool:
+def is_unused(buffer: mmap.mmap) -> bool:
     """Return whether the buffer has no views: `resize` fails for one with views, at any size."""
     try:
         buffer.resize(len(buffer))

@@ -8,13 +8,11 @@ from ec_store.aio import THREADS, AsyncStore, on_thread
 from ec_store.arena.remote_url import SCHEMES as REMOTE
 from ec_store.arena.remote_url import remote_options
 from ec_store.arena.tier import SharedTier, Tier
-from ec_store.arena.url import ArenaOptions, arena_options
+from ec_store.arena.url import arena_options
+from ec_store.backends import find_backend
 from ec_store.base import Store
 from ec_store.concurrency import DaemonPool
 from ec_store.config import redacted
-from ec_store.disk.config import DiskConfig
-from ec_store.redis.url import RedisOptions, redis_options
-from ec_store.urls import REDIS, parse_url
 
 if TYPE_CHECKING:
     from ec_store.arena.aio_store import AsyncArenaStore
@@ -33,8 +31,8 @@ def open_store(
 
     Args:
         url: `file:///path?max_bytes=64GiB&ttl=7d`, `shm:///path/of/socket`,
-            `redis://…`, `rediss://…` or `redis+cluster://…`; docs/configuration/store.md lists
-            the parameters of each.
+            `redis://…`, `rediss://…`, `redis+cluster://…`, or of another scheme that is
+            registered (`ec_store.backends`); docs/configuration/store.md lists the parameters.
         create: whether to create a store in a directory without one.
         lazy: whether the first use opens the directory, and the next use after each failure reopens
             it. The other stores are always opened lazily.
@@ -44,21 +42,10 @@ def open_store(
         StoreMissing: the directory has no store, and `create` is not set.
         StoreUnavailable: the store cannot be used.
     """
-    options = parse_url(url)
-    # A backend is imported at its first use: a store on disk needs no Redis client.
-    if isinstance(options, RedisOptions):
-        from ec_store.redis.store import RedisStore  # noqa: PLC0415
-
-        return RedisStore(options)
-    if isinstance(options, ArenaOptions):
-        from ec_store.arena.store import ArenaStore  # noqa: PLC0415
-
-        return ArenaStore(options)
-    from ec_store.disk.store import SharedDiskStore  # noqa: PLC0415
-
-    store = SharedDiskStore(options, create=create)
-    if not lazy:
-        store.check()
+    store = find_backend(url).open(url, create, lazy)
+    if not isinstance(store, Store):
+        text = f"{redacted(url)!r} is only a tier: `ec-store serve shm://… --tier URL`"
+        raise ValueError(text)  # noqa: TRY004 - the URL is wrong
     return store
 
 
@@ -75,8 +62,8 @@ def open_tiers(urls: Sequence[str]) -> dict[str, Tier]:
     shared = [isinstance(tier, SharedTier) for tier in tiers.values()]
     if len(tiers) < len(urls) or shared not in ([], [False], [True], [False, True]):
         raise ValueError(
-            "the tiers of a memory are a directory (file://), a store that hosts share (redis://), "
-            "or both in this order"
+            "the tiers of a memory are a directory (file://), a store that hosts share (redis://, "
+            "mooncake://), or both in this order"
         )
     return tiers
 
@@ -85,18 +72,13 @@ def open_tier(url: str) -> Tier:
     """Open a store behind a host's memory by its URL; its first use connects or opens it.
 
     Raises:
-        ValueError: it cannot be a tier, or has an unknown or invalid parameter.
+        ValueError: its store is no tier, or the URL has an unknown or invalid parameter.
     """
-    scheme = urlsplit(url).scheme
-    if scheme == "file":
-        from ec_store.disk.store import SharedDiskStore  # noqa: PLC0415
-
-        return SharedDiskStore(DiskConfig.from_url(url))
-    if scheme in REDIS:
-        from ec_store.redis.store import RedisStore  # noqa: PLC0415
-
-        return RedisStore(redis_options(url))
-    raise ValueError(f"{redacted(url)!r} cannot be a tier: use file://, redis:// or rediss://")
+    tier = find_backend(url).open(url, True, True)
+    if isinstance(tier, Tier):
+        return tier
+    tier.close()
+    raise ValueError(f"{redacted(url)!r} cannot be a tier: use file://, redis:// or mooncake://")
 
 
 async def open_async_store(url: str, *, create: bool = True, lazy: bool = False) -> AsyncStore:

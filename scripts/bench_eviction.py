@@ -21,7 +21,7 @@ from typing import NamedTuple, Protocol
 
 from ec_store.arena.extents import ExtentAllocator
 from ec_store.arena.index import ArenaIndex, Client, Slot
-from epd.tools.bench.dataset import arena_trace, pool, window_trace
+from epd.tools.bench.replays import arena_trace, pool, window_trace
 
 TOKEN_BYTES = 3584 * 2
 """Bytes of a token of Qwen2.5-VL-7B in bfloat16."""

@@ -3,10 +3,11 @@
     python scripts/fault_table.py          writes the last column of each table
     python scripts/fault_table.py --check  fails if a table is out of date or a row has no test
 
-A test belongs to a row if it has the marker `@pytest.mark.fault(7)` or
-`@pytest.mark.security("S3")`, or if its class, its module or one of its parameter sets has it. A
-table is between two comments, `<!-- tests of <marker> -->` and `<!-- end -->`. The first cell of a
-row is its number. The last cell has the files of its tests, with the number of tests in each.
+The tests are those in tests/ and the contracts in ec_store/testing. A test belongs to a row if it
+has the marker `@pytest.mark.fault(7)` or `@pytest.mark.security("S3")`, or if its class, its module
+or one of its parameter sets has it. A table is between two comments, `<!-- tests of <marker> -->`
+and `<!-- end -->`. The first cell of a row is its number. The last cell has the files of its tests,
+with the number of tests in each.
 """
 
 import argparse
@@ -14,10 +15,11 @@ import ast
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = (ROOT / "tests", ROOT / "ec_store")
 DOCUMENTS = ("docs/faults.md", "SECURITY.md")
 TABLE = re.compile(r"(<!-- tests of (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 HEADER_LINES = 2
@@ -38,13 +40,13 @@ def main() -> None:
         problem
         for document in DOCUMENTS
         if (ROOT / document).exists()
-        for problem in update(ROOT / document, ROOT / "tests", write=not check)
+        for problem in update(ROOT / document, FOLDERS, write=not check)
     ]
     print(*problems, sep="\n", end="\n" if problems else "")
     sys.exit(check and bool(problems))
 
 
-def update(document: Path, tests: Path, *, write: bool) -> Iterator[str]:
+def update(document: Path, tests: Sequence[Path], *, write: bool) -> Iterator[str]:
     """Update a document's tables, and yield the errors in them."""
     old = document.read_text()
     new = TABLE.sub(
@@ -82,12 +84,13 @@ def row_and_tests(line: str) -> tuple[str, str]:
     return cells[0].strip(), cells[-1].strip()
 
 
-def shown(tests: Path, marker: str) -> Shown:
-    """Return the rows that the tests in a folder are marked with."""
+def shown(tests: Sequence[Path], marker: str) -> Shown:
+    """Return the rows that the tests in folders are marked with."""
     rows: dict[str, Counter[str]] = {}
-    for path in sorted(tests.rglob("*.py")):
-        for row in rows_in(ast.parse(path.read_text()), marker):
-            rows.setdefault(row, Counter())[str(path.relative_to(tests))] += 1
+    for folder in tests:
+        for path in folder.rglob("*.py"):
+            for row in rows_in(ast.parse(path.read_text()), marker):
+                rows.setdefault(row, Counter())[str(path.relative_to(folder))] += 1
     return rows
 
 

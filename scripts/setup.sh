@@ -67,6 +67,19 @@ fetch_prometheus() {
     rm -rf "$folder"
 }
 
+# Mooncake's package has the name of its builds for CUDA: it is in a folder of its own, which the tests
+# name on the PYTHONPATH of the servers that use it. Of the libraries, its wheel has all but these.
+install_mooncake() {
+    [ ! -d .run/mooncake/mooncake ] || return 0
+    [ "$(id -u)" != 0 ] || [ -z "$(command -v apt-get)" ] ||
+        (apt-get update -qq && apt-get install -qq --no-install-recommends libibverbs1 libnuma1) \
+            >/dev/null 2>&1 || true
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --no-compile \
+        --target .run/mooncake 'mooncake-transfer-engine-non-cuda>=0.3.13,<0.4' 2>/dev/null ||
+        echo "Mooncake could not be installed: its tests are skipped"
+    chmod +x .run/mooncake/mooncake/mooncake_master 2>/dev/null || true
+}
+
 # The tests of the page /ui look at it in a browser: Debian's, or the one that Playwright brings.
 install_chromium() {
     [ -z "$(command -v chromium)" ] && [ "$(id -u)" = 0 ] && [ -n "$(command -v apt-get)" ] || return 0
@@ -84,6 +97,7 @@ install_programs() {
     install_redis
     fetch_prometheus
     install_chromium
+    install_mooncake
 }
 
 wanted="$(cat pyproject.toml scripts/setup.sh epd/tools/vllm_cpu/*.py | cksum) $here"

@@ -19,6 +19,8 @@ settings.register_profile("untimed", deadline=None, suppress_health_check=[Healt
 settings.register_profile("quick", settings.get_profile("untimed"), max_examples=20)
 settings.load_profile("untimed")
 
+pytest_plugins = ["ec_store.testing"]
+
 NOT_QUICK = frozenset({"stack", "browser", "models", "redis_cluster", "start_cluster"})
 """Fixtures that start engines, a browser or a Redis Cluster, or build models."""
 

@@ -58,6 +58,7 @@ class TierLimits:
     skip_s: float = OPEN_S
 
 
+@runtime_checkable
 class Tier(Protocol):
     """Store behind an arena. Each method is called on threads, and has a deadline of its own.
 

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
+from urllib.parse import urlsplit
 
 import torch
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorRole
@@ -10,7 +11,7 @@ from vllm.distributed.ec_transfer.ec_connector.utils import PlaceholderMetadataR
 
 from ec_store.arena.protocol import Role
 from ec_store.arena.store import ArenaStore
-from ec_store.arena.url import ArenaOptions
+from ec_store.arena.url import arena_options
 from ec_store.base import Store
 from ec_store.config import redacted
 from ec_store.counts import Counts
@@ -21,7 +22,7 @@ from ec_store.engine.registration import NamespaceRegistration
 from ec_store.engine.sharing import EntryLoad, Sharing, make_loads, open_sharing
 from ec_store.engine.tensors import Loader
 from ec_store.opening import open_store
-from ec_store.urls import fetch_threads, parse_url
+from ec_store.urls import fetch_threads
 from ec_store.vllm_connector.config import ConnectorConfig
 from ec_store.vllm_connector.consumer import Consumer
 from ec_store.vllm_connector.guard import count_exception, guard_method
@@ -100,15 +101,14 @@ class ECStoreConnector(ECConnectorBase):
 
     def _open_store(self, url: str) -> Store:
         """Open the store, with the least rights that this process needs in a host's memory."""
-        options = parse_url(url)
-        if not isinstance(options, ArenaOptions):
+        if urlsplit(url).scheme != "shm":
             return open_store(url, lazy=True)
         role: Role = "reader"
         if self.role is ECConnectorRole.SCHEDULER:
             role = "reader" if self.is_consumer else "proxy"
         elif self.is_producer and is_writer():
             role = "writer"
-        return ArenaStore(options, role)
+        return ArenaStore(arena_options(url), role)
 
     def _open_scheduler(self, vllm_config: Any, config: ConnectorConfig) -> None:
         model_config = vllm_config.model_config

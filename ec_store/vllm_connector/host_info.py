@@ -6,12 +6,12 @@ server that it is connected to: after a restart, the memory is another one.
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 from ec_store.arena.connection import ArenaConnection, MappedArena
 from ec_store.arena.protocol import Find
-from ec_store.arena.url import ArenaOptions
+from ec_store.arena.url import arena_options
 from ec_store.errors import StoreUnavailable
-from ec_store.urls import parse_url
 
 HOST = "host"
 """Name under which the scheduler's server is sent with the metrics: the values of `LABELS`."""
@@ -31,10 +31,9 @@ def host_of(arena: MappedArena | None) -> list[str] | None:
 
 def ask_host(url: str) -> list[str] | None:
     """Return the server of the memory at a URL; None without one, as of other stores."""
-    options = parse_url(url)
-    if not isinstance(options, ArenaOptions):
+    if urlsplit(url).scheme != "shm":
         return None
-    connection = ArenaConnection(options.path, "proxy", ASK_S)
+    connection = ArenaConnection(arena_options(url).path, "proxy", ASK_S)
     try:
         return host_of(connection.call(Find([]))[1])
     except StoreUnavailable:

@@ -10,10 +10,3 @@ def entry(
     data = bytes([fill % 256]) * payload_bytes(dtype, shape)
     fields = {"modality": "image", "metadata": {"image_grid_thw": [1, 2, 2]}} | more
     return Entry(memoryview(data), dtype, shape, **fields)
-
-
-def unchecked(entry: Entry, **fields: Any) -> Entry:
-    """Change fields of an entry without a check, as a faulty writer would."""
-    for name, value in fields.items():
-        object.__setattr__(entry, name, value)
-    return entry

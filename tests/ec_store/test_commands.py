@@ -9,7 +9,8 @@ from aiohttp import web
 from ec_store import EntryKey, open_store
 from ec_store import entry as entry_module
 from ec_store.__main__ import main
-from tests.ec_store.entries import entry, unchecked
+from ec_store.testing.stores import unchecked
+from tests.ec_store.entries import entry
 
 KEY = EntryKey("ns", "k")
 

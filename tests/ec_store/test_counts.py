@@ -10,7 +10,7 @@ import pytest
 
 from ec_store import counts
 from ec_store.disk.store import SharedDiskStore
-from tests.ec_store.contract import key, sized
+from ec_store.testing.stores import key, sized
 from tests.ec_store.disk.on_disk import (
     opened,
 )

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ec_store import CorruptEntry, Entry, EntryKey
 from ec_store.entry import ITEM_BYTES, checksum, decode, encode_header, payload_bytes, read_header
 from ec_store.errors import OtherFormat
-from tests.ec_store.contract import another_release
+from ec_store.testing.stores import another_release
 from tests.ec_store.entries import entry
 from tests.examples import scaled
 

@@ -11,6 +11,6 @@ def test_check_url_suggests_the_url_for_a_path() -> None:
 @pytest.mark.parametrize("url", ["", "ec", "http://host/ec", "file//dev/shm/ec"])
 def test_check_url_names_the_schemes_of_stores_for_any_other_scheme(url: str) -> None:
     with pytest.raises(
-        ValueError, match="is not the URL of a store: use file://, shm://, redis://"
+        ValueError, match="is not the URL of a store: use one of file://, mooncake://, redis"
     ):
         check_url(url)

@@ -49,7 +49,7 @@ def document(tmp_path: Path) -> Path:
 
 
 def problems(document: Path, *, write: bool = False) -> list[str]:
-    return list(update(document, document.parent / "tests", write=write))
+    return list(update(document, [document.parent / "tests"], write=write))
 
 
 def test_each_row_gets_its_tests(document: Path) -> None:

@@ -119,7 +119,7 @@ import os, sys, time
 from pathlib import Path
 from ec_store.arena.protocol import *
 from tests.ec_store.arena.served import *
-from tests.ec_store.contract import *
+from ec_store.testing.stores import *
 store = opened(Path({str(path)!r}))
 """
     child = subprocess.Popen(

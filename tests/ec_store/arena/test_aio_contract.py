@@ -13,8 +13,8 @@ from ec_store import EntryInfo, EntryKey
 from ec_store.arena.aio_store import AsyncArenaStore
 from ec_store.arena.store import ArenaStore
 from ec_store.arena.url import ArenaOptions
+from ec_store.testing.stores import Opened
 from tests.ec_store.arena.test_contract import TestArena as ArenaContract
-from tests.ec_store.contract import Opened
 
 T = TypeVar("T")
 

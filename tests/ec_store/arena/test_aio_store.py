@@ -37,8 +37,8 @@ from ec_store.arena.server import ArenaServer
 from ec_store.arena.store import ArenaStore
 from ec_store.arena.url import ArenaOptions
 from ec_store.errors import StoreUnavailable
+from ec_store.testing.stores import entry, key, sized
 from tests.ec_store.arena.served import Serve
-from tests.ec_store.contract import entry, key, sized
 
 WELCOME = encode(Welcome(b"", 1, 0, 0))
 CHECKED = encode(Headers([]))

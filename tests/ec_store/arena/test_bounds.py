@@ -54,8 +54,8 @@ from ec_store.arena.server import (
 from ec_store.arena.sockets import bind, check_folder
 from ec_store.arena.store import ArenaStore
 from ec_store.errors import StoreUnavailable
+from ec_store.testing.stores import key, sized
 from tests.ec_store.arena.served import MIB, Serve, opened, raw, serving, stats, until
-from tests.ec_store.contract import key, sized
 
 HELLO = encode(Hello(VERSION, "writer"))
 

@@ -12,8 +12,8 @@ from ec_store.arena.protocol import Read
 from ec_store.arena.store import ArenaStore
 from ec_store.arena.url import ArenaOptions
 from ec_store.entry import checksum
+from ec_store.testing.stores import assert_same, key, sized
 from tests.ec_store.arena.served import MIB, hashed_pin
-from tests.ec_store.contract import assert_same, key, sized
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from ec_store.errors import StoreUnavailable
+from ec_store.testing.stores import key, sized
 from tests.ec_store.arena.served import MIB, opened, said, stats, tell, until
-from tests.ec_store.contract import key, sized
 
 CONTAINER = [
     *("unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child", "--mount-proc"),
@@ -21,7 +21,7 @@ CLIENT = """
 import sys
 from pathlib import Path
 from tests.ec_store.arena.served import *
-from tests.ec_store.contract import *
+from ec_store.testing.stores import *
 store = opened(Path(sys.argv[1]))
 print("ready", flush=True)
 """

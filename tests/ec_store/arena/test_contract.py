@@ -11,9 +11,9 @@ from ec_store.arena.url import ArenaOptions
 from ec_store.disk.config import DiskConfig
 from ec_store.disk.store import SharedDiskStore
 from ec_store.redis.store import RedisStore
+from ec_store.testing.claims import ClaimsContract
+from ec_store.testing.stores import Opened, StoreContract
 from tests.ec_store.arena.served import hashed_pin, serving
-from tests.ec_store.claims_contract import ClaimsContract
-from tests.ec_store.contract import Opened, StoreContract
 from tests.support.redis_server import RedisServer
 
 

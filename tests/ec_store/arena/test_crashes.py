@@ -29,8 +29,8 @@ from ec_store.arena.server import ArenaServer
 from ec_store.arena.sockets import bind
 from ec_store.arena.store import ArenaStore
 from ec_store.errors import StoreUnavailable
+from ec_store.testing.stores import assert_same, key, sized
 from tests.ec_store.arena.served import MIB, Serve, opened, stats, until
-from tests.ec_store.contract import assert_same, key, sized
 
 ARENA = f"{os.sep}ec_store{os.sep}arena{os.sep}"
 KEPT = [key(f"kept/{n}") for n in range(3)]

@@ -1,6 +1,6 @@
 from ec_store.arena.fields import encode_header, entry_infos
 from ec_store.keys import EntryKey
-from tests.ec_store.contract import key, sized
+from ec_store.testing.stores import key, sized
 
 
 def header(of: EntryKey, length: int = 100) -> bytes:

@@ -34,8 +34,8 @@ from ec_store.arena.protocol import (
     read_reply,
 )
 from ec_store.arena.store import ArenaStore
+from ec_store.testing.stores import assert_same, key, sized
 from tests.ec_store.arena.served import until
-from tests.ec_store.contract import assert_same, key, sized
 
 OTHER = bytes(32)
 BEGIN = encode(Begin(OTHER, b"", 100, False))

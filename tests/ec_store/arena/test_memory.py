@@ -27,6 +27,7 @@ from ec_store.arena.memory import (
     map_memory,
     populate,
 )
+from ec_store.testing.stores import assert_same, key, sized
 from tests.ec_store.arena.served import (
     MIB,
     Serve,
@@ -39,7 +40,6 @@ from tests.ec_store.arena.served import (
     stats,
     tell,
 )
-from tests.ec_store.contract import assert_same, key, sized
 
 FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE = 1, 2  # <linux/falloc.h>
 

@@ -21,8 +21,8 @@ from ec_store.arena.server import ArenaServer
 from ec_store.arena.store import ArenaStore
 from ec_store.arena.url import ArenaOptions
 from ec_store.errors import StoreUnavailable
+from ec_store.testing.stores import assert_same, entry, key, sized
 from tests.ec_store.arena.served import MIB, serving
-from tests.ec_store.contract import assert_same, entry, key, sized
 
 KEPT = [*range(0, 6, 2), 6, 7]
 
@@ -143,7 +143,7 @@ from ec_store.arena import store as arena_store
 from ec_store.arena.store import ArenaStore
 from ec_store.arena.url import ArenaOptions
 from ec_store.engine.region import Region
-from tests.ec_store.contract import key
+from ec_store.testing.stores import key
 store, region = ArenaStore(ArenaOptions(sys.argv[1], timeout_s=10), "reader"), Region(0, 2)
 path, size_bytes, token = region.shared_region().handle
 print(path, size_bytes, token.hex(), flush=True)

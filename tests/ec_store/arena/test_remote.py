@@ -49,10 +49,10 @@ from ec_store.arena.remote import MAX_HELLO_BYTES
 from ec_store.arena.remote_url import remote_options
 from ec_store.arena.url import ArenaOptions
 from ec_store.errors import StoreUnavailable
+from ec_store.testing.stores import key, sized
 from ec_store.urls import check_proxy_url, check_url
 from tests.certificates import Authority
 from tests.ec_store.arena.remote import KEY, Host, free_port, opened, remote_host, sent
-from tests.ec_store.contract import key, sized
 
 OTHER = bytes(32)
 HELLO = encode(Hello(VERSION, "proxy", KEY))

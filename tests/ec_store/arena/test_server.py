@@ -42,6 +42,7 @@ from ec_store.arena.server import ArenaServer
 from ec_store.arena.sockets import bind
 from ec_store.arena.store import ArenaStore
 from ec_store.errors import EntryTooLarge, StoreUnavailable
+from ec_store.testing.stores import assert_same, key, sized
 from tests.ec_store.arena.served import (
     MIB,
     Serve,
@@ -56,7 +57,6 @@ from tests.ec_store.arena.served import (
     until,
     wait_for,
 )
-from tests.ec_store.contract import assert_same, key, sized
 
 R = TypeVar("R")
 KEY = bytes.fromhex(key().digest)

@@ -52,8 +52,8 @@ from ec_store.entry import EntryInfo
 from ec_store.errors import StoreUnavailable
 from ec_store.redis.store import RedisStore
 from ec_store.service import create_app
+from ec_store.testing.stores import assert_same, entry, key, sized
 from tests.ec_store.arena.served import MIB, hashed_pin, serving, wait_for
-from tests.ec_store.contract import assert_same, entry, key, sized
 from tests.paths import ROOT
 from tests.support.redis_server import RedisServer
 
@@ -712,7 +712,7 @@ def test_a_tier_is_only_for_the_memory_of_a_host(
 @pytest.mark.parametrize(
     ("tiers", "problem"),
     [
-        (["shm:///another.sock"], "cannot be a tier: use file://, redis:// or rediss://"),
+        (["shm:///another.sock"], "cannot be a tier: use file://, redis:// or mooncake://"),
         (["redis://h", "file:///nvme"], "or both in this order"),
         (["file:///nvme", "file:///other"], "or both in this order"),
         (["redis://h", "rediss://h"], "or both in this order"),

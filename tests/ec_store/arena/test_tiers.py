@@ -23,8 +23,8 @@ from ec_store.entry import EntryInfo
 from ec_store.errors import StoreUnavailable
 from ec_store.redis.store import RedisStore
 from ec_store.redis.url import RedisOptions, redis_options
+from ec_store.testing.stores import assert_same, entry, key, sized
 from tests.ec_store.arena.served import MIB, serving, wait_for
-from tests.ec_store.contract import assert_same, entry, key, sized
 from tests.ec_store.disk.on_disk import counted, path_of
 from tests.support.redis_server import RedisServer
 

@@ -12,9 +12,9 @@ from ec_store.arena.connection import ArenaConnection
 from ec_store.arena.protocol import GetStats
 from ec_store.arena.server import DESCRIPTORS_EACH, OTHER_DESCRIPTORS
 from ec_store.errors import StoreUnavailable
+from ec_store.testing.stores import assert_same, key, sized
 from tests.ec_store.arena.served import Serve, opened
 from tests.ec_store.children import ended, start
-from tests.ec_store.contract import assert_same, key, sized
 
 GROUP = 54320
 USER = 54321

@@ -16,8 +16,8 @@ from ec_store.base import LONGEST_CLAIM_S
 from ec_store.disk import claims as disk_claims
 from ec_store.disk import lock as locks
 from ec_store.disk.store import SharedDiskStore
-from tests.ec_store.claims_contract import running
-from tests.ec_store.contract import key
+from ec_store.testing.claims import running
+from ec_store.testing.stores import key
 from tests.ec_store.disk.on_disk import age, opened
 from tests.support.once import before_next
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from ec_store import EntryKey, open_store
-from tests.ec_store.claims_contract import ClaimsContract
-from tests.ec_store.contract import Opened, Spoil, StoreContract
+from ec_store.testing.claims import ClaimsContract
+from ec_store.testing.stores import Opened, Spoil, StoreContract
 from tests.ec_store.disk.on_disk import path_of
 
 

@@ -18,7 +18,7 @@ from ec_store.disk import tree
 from ec_store.disk.entry_files import write_entry
 from ec_store.disk.eviction_policy import taken_bytes
 from ec_store.disk.store import SharedDiskStore
-from tests.ec_store.contract import key, sized
+from ec_store.testing.stores import key, sized
 from tests.ec_store.disk.on_disk import age, entries_bytes, files, opened, path_of
 
 KILLS = 60

@@ -9,7 +9,7 @@ import pytest
 
 from ec_store import Entry, StoreUnavailable
 from ec_store.disk.store import SharedDiskStore
-from tests.ec_store.contract import assert_same, entry, key, sized
+from ec_store.testing.stores import assert_same, entry, key, sized
 from tests.ec_store.disk.on_disk import opened, path_of
 
 

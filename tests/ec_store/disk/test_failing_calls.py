@@ -16,7 +16,7 @@ from ec_store import StoreUnavailable
 from ec_store.disk.eviction_policy import BLOCK_BYTES
 from ec_store.disk.files import Folder
 from ec_store.disk.store import SharedDiskStore
-from tests.ec_store.contract import assert_same, entry, key, sized
+from ec_store.testing.stores import assert_same, entry, key, sized
 from tests.ec_store.disk.on_disk import age, entries_bytes, files, opened, path_of
 
 LENGTH = 2000

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ec_store import Entry, EntryTooLarge, StoreUnavailable
-from tests.ec_store.contract import key, sized
+from ec_store.testing.stores import key, sized
 from tests.ec_store.disk.on_disk import (
     opened,
 )

@@ -14,7 +14,7 @@ import pytest
 from ec_store import StoreUnavailable
 from ec_store.disk import entry_files, housekeeping, ledger
 from ec_store.disk.store import SharedDiskStore
-from tests.ec_store.contract import assert_same, key, sized
+from ec_store.testing.stores import assert_same, key, sized
 from tests.ec_store.disk.on_disk import age, entries_bytes, files, folder_of, opened, path_of
 from tests.small_disk import small_disk
 

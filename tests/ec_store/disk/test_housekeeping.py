@@ -20,7 +20,7 @@ from ec_store.disk import housekeeping, ledger
 from ec_store.disk.entry_files import EntryFiles
 from ec_store.disk.eviction_policy import EvictionCandidate, taken_bytes
 from ec_store.disk.store import SharedDiskStore
-from tests.ec_store.contract import key, sized
+from ec_store.testing.stores import key, sized
 from tests.ec_store.disk.on_disk import (
     age,
     counted,

@@ -18,7 +18,7 @@ from ec_store.disk.leases import (
     sweep_leases,
 )
 from ec_store.disk.store import SharedDiskStore
-from tests.ec_store.contract import another_release, assert_same, entry, key, sized
+from ec_store.testing.stores import another_release, assert_same, entry, key, sized
 from tests.ec_store.disk.on_disk import age, entries_bytes, files, opened, path_of
 from tests.support.once import after_next, before_next
 

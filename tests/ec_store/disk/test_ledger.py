@@ -21,8 +21,8 @@ from ec_store.disk import ledger
 from ec_store.disk.files import Folder
 from ec_store.disk.ledger import NAME, LedgerLost, Usage
 from ec_store.disk.lock import lock, try_lock
+from ec_store.testing.stores import key, sized
 from tests.ec_store.children import start
-from tests.ec_store.contract import key, sized
 from tests.ec_store.disk.on_disk import age, entries_bytes, folder_of, opened, path_of
 from tests.support.once import after_next
 

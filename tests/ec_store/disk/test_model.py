@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from ec_store import Entry, EntryKey, StoreUnavailable
-from tests.ec_store.contract import assert_same, key, sized
+from ec_store.testing.stores import assert_same, key, sized
 from tests.ec_store.disk.on_disk import entries_bytes, opened
 from tests.examples import scaled
 

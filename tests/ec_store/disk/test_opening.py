@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ec_store import StoreUnavailable
-from tests.ec_store.contract import assert_same, entry, key, sized
+from ec_store.testing.stores import assert_same, entry, key, sized
 from tests.ec_store.disk.on_disk import opened
 
 

@@ -18,7 +18,7 @@ import pytest
 from ec_store import StoreUnavailable
 from ec_store.disk.eviction_policy import taken_bytes
 from ec_store.disk.store import SharedDiskStore
-from tests.ec_store.contract import key, sized
+from ec_store.testing.stores import key, sized
 from tests.ec_store.disk import on_disk
 
 pytestmark = pytest.mark.full

@@ -8,7 +8,7 @@ import pytest
 
 from ec_store import EntryTooLarge
 from ec_store.disk.store import SharedDiskStore
-from tests.ec_store.contract import assert_same, entry, key, sized
+from ec_store.testing.stores import assert_same, entry, key, sized
 from tests.ec_store.disk.on_disk import age, entries_bytes, opened, path_of
 
 HOUR = 3600.0

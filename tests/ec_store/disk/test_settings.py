@@ -21,7 +21,7 @@ from ec_store.disk.config import (
     SettingsInvalid,
     StoreSettings,
 )
-from tests.ec_store.contract import assert_same, entry, key, sized
+from ec_store.testing.stores import assert_same, entry, key, sized
 from tests.ec_store.disk.on_disk import opened
 from tests.small_disk import small_disk
 from tests.support.once import after_next

@@ -7,7 +7,7 @@ import pytest
 from ec_store.disk import tree
 from ec_store.disk.files import Folder
 from ec_store.disk.store import SharedDiskStore
-from tests.ec_store.contract import assert_same, key, sized
+from ec_store.testing.stores import assert_same, key, sized
 from tests.ec_store.disk.on_disk import counted, opened, path_of
 
 

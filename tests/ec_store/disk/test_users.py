@@ -13,8 +13,8 @@ import pytest
 
 from ec_store import StoreUnavailable
 from ec_store.disk.store import SharedDiskStore
+from ec_store.testing.stores import assert_same, key, sized
 from tests.ec_store.children import ended, start
-from tests.ec_store.contract import assert_same, key, sized
 
 GROUP = 54320
 USERS = (54321, 54322)

@@ -19,8 +19,9 @@ from ec_store.concurrency import FAILURES, OPEN_S
 from ec_store.engine.entry_memory import OVERHEAD_BYTES, buffer_bytes, entry_bytes
 from ec_store.engine.fetch_queue import Want
 from ec_store.engine.fetcher import CHECK_EVERY_S, Fetcher, FetchState
+from ec_store.testing.stores import unchecked
 from tests.ec_store.conftest import NoThreads
-from tests.ec_store.entries import entry, unchecked
+from tests.ec_store.entries import entry
 
 NAMESPACE = "ns"
 SIZE = entry().data.nbytes

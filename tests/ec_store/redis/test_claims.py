@@ -12,7 +12,7 @@ from ec_store.base import LONGEST_CLAIM_S
 from ec_store.redis.client import RedisClient
 from ec_store.redis.connection import Command, Reply
 from ec_store.redis.store import RedisStore
-from tests.ec_store.contract import key
+from ec_store.testing.stores import key
 from tests.support.redis_server import RedisServer
 
 

@@ -14,7 +14,7 @@ from redis.crc import key_slot
 from ec_store import EntryKey, StoreUnavailable
 from ec_store.redis.client import MOST_MOVES
 from ec_store.redis.store import RedisStore
-from tests.ec_store.contract import key
+from ec_store.testing.stores import key
 
 NODES = 3
 SLOTS = 16384

@@ -12,8 +12,8 @@ from ec_store import EntryKey
 from ec_store.redis.entries import WINDOW_BYTES
 from ec_store.redis.store import RedisStore
 from ec_store.redis.url import redis_options
-from tests.ec_store.claims_contract import ClaimsContract
-from tests.ec_store.contract import Opened, Spoil, StoreContract
+from ec_store.testing.claims import ClaimsContract
+from ec_store.testing.stores import Opened, Spoil, StoreContract
 from tests.support.redis_server import Certificates, RedisServer, cluster, has_tls
 
 ACL = (

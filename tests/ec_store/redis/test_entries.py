@@ -26,7 +26,7 @@ from ec_store.redis.store import ATTEMPTS, RedisStore
 from ec_store.redis.url import redis_options
 from ec_store.redis.write_permits import LARGE_BYTES
 from ec_store.service import create_app
-from tests.ec_store.contract import assert_same, key, sized
+from ec_store.testing.stores import assert_same, key, sized
 from tests.support.once import after_next
 from tests.support.redis_server import RedisServer
 

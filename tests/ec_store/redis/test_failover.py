@@ -15,7 +15,7 @@ from ec_store import EntryKey, StoreUnavailable
 from ec_store.redis.connection import Node
 from ec_store.redis.store import RedisStore
 from ec_store.redis.url import redis_options
-from tests.ec_store.contract import assert_same, key, sized
+from ec_store.testing.stores import assert_same, key, sized
 from tests.ec_store.waiting import until
 from tests.support.redis_server import Certificates, RedisServer, StartCluster, has_tls
 from tests.support.relay import Relay

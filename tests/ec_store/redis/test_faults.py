@@ -20,8 +20,8 @@ from ec_store.redis import client
 from ec_store.redis.connection import Node
 from ec_store.redis.store import RedisStore
 from ec_store.redis.url import redis_options
+from ec_store.testing.stores import assert_same, key, sized
 from tests.ec_store.children import ended, start
-from tests.ec_store.contract import assert_same, key, sized
 from tests.support.redis_server import RedisServer, StartCluster, free_port
 
 MIB = 2**20

@@ -10,7 +10,7 @@ import pytest
 from ec_store import StoreUnavailable, open_store
 from ec_store.redis.store import RedisStore
 from ec_store.redis.url import Address, Tls, redis_options
-from tests.ec_store.contract import assert_same, key, sized
+from ec_store.testing.stores import assert_same, key, sized
 from tests.support.redis_server import Certificates, RedisServer, has_tls
 
 SECRET = "s3cr3t/@:?#"

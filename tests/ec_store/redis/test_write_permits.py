@@ -16,7 +16,7 @@ from ec_store.redis.entries import RedisEntries
 from ec_store.redis.store import RedisStore
 from ec_store.redis.url import PERMITS, redis_options
 from ec_store.redis.write_permits import LARGE_BYTES, WritePermits
-from tests.ec_store.contract import assert_same, key, sized
+from ec_store.testing.stores import assert_same, key, sized
 from tests.support.redis_server import RedisServer
 
 MIB = 2**20

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ec_store import Store
 from ec_store.keys import MAX_OWNER_BYTES
-from tests.ec_store.contract import Opened, assert_same, entry, key, relaxed
+from ec_store.testing.stores import Opened, assert_same, entry, key, relaxed
 
 ROUNDS = 100
 SHORT_S = 0.1
@@ -95,9 +95,9 @@ def claim_while_another_asks(store: Store) -> None:
 
 class ClaimsContract:
     def test_a_claim_is_exclusive_and_renewed_only_by_its_owner(self, opened: Opened) -> None:
-        one, other = opened(), opened()
+        left, other = opened(), opened()
 
-        assert one.claim([key()], "a", 30) == [True]
+        assert left.claim([key()], "a", 30) == [True]
         assert other.claim([key()], "b", 30) == [False]
         assert other.claim([key()], "a", 30) == [True]
         assert other.claim([key("other")], "b", 30) == [True]
@@ -111,17 +111,17 @@ class ClaimsContract:
         store.release([], "me")
 
     def test_a_stored_entry_is_found_and_not_claimed(self, opened: Opened) -> None:
-        one, other = opened(), opened()
-        one.put(key("there"), entry())
-        one.put(key("both"), entry())
+        left, other = opened(), opened()
+        left.put(key("there"), entry())
+        left.put(key("both"), entry())
         other.claim([key("both"), key("others")], "b", 30)
         keys = [key(name) for name in ("there", "both", "others", "free", "free")]
 
-        there, both, *claims = one.claim_or_find(keys, "a", 30)
-        assert [there, both] == one.lookup(keys[:2])
+        stored, both, *claims = left.claim_or_find(keys, "a", 30)
+        assert [stored, both] == left.lookup(keys[:2])
         assert claims == [False, True, True]
         assert other.claim(keys, "b", 30) == [True, True, True, False, False]
-        assert one.claim_or_find([], "a", 30) == []
+        assert left.claim_or_find([], "a", 30) == []
 
     def test_a_claim_ends_and_another_takes_it(self, store: Store) -> None:
         claim_while_another_asks(store)
@@ -151,8 +151,8 @@ class ClaimsContract:
         assert store.claim([key()], "b", 30) == [True]
 
     def test_only_its_owner_releases_a_claim(self, opened: Opened) -> None:
-        one, other = opened(), opened()
-        one.claim([key("a"), key("b")], "a", 30)
+        left, other = opened(), opened()
+        left.claim([key("a"), key("b")], "a", 30)
         other.claim([key("c")], "b", 30)
         other.release([key(n) for n in "abc"], "b")
 

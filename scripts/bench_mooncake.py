@@ -1,0 +1,99 @@
+"""Read and look up entries in Mooncake and Redis as tiers, in turn, in one run.
+
+    scripts/setup.sh
+    .venv/bin/python -m scripts.bench_mooncake
+
+It starts a Redis server, `mooncake_master`, and two tiers of Mooncake, all on 127.0.0.1. One tier
+contributes the segment and writes; the other reads over TCP. Each figure is a median.
+"""
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+from ec_store.arena.tier import Tier
+from ec_store.entry import Entry
+from ec_store.keys import EntryKey
+from ec_store.mooncake.tier import MooncakeTier
+from ec_store.redis.store import RedisStore
+from tests.support.mooncake_server import MooncakeMaster, environment
+from tests.support.redis_server import RedisServer
+
+MB = 10**6
+KEYS = 64
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=30, help="calls of each kind (default 30)")
+    rounds = parser.parse_args().rounds
+    os.environ["PYTHONPATH"] = environment()["PYTHONPATH"]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        MooncakeMaster(Path(folder), {"default_kv_lease_ttl": 5000}) as master,
+        RedisServer(Path(folder)) as redis,
+    ):
+        owner = MooncakeTier.from_url(master.url("segment=512MiB"))
+        reader = MooncakeTier.from_url(master.url())
+        store = RedisStore.from_url(redis.url())
+        try:
+            for tier in (owner, reader):
+                while tier.client.program.running is None or (
+                    tier.segment and tier.segment.running is None
+                ):
+                    time.sleep(0.01)
+            compare({"Mooncake": (owner, reader), "Redis": (store, store)}, rounds)
+        finally:
+            for each in (owner, reader, store):
+                each.close()
+
+
+def compare(tiers: Mapping[str, tuple[Tier, Tier]], rounds: int) -> None:
+    """Print the time of each call in each tier: those that write, and those that read."""
+    for size in (MB // 2, 9 * MB, 20 * MB, 100 * MB):
+        entry = Entry(memoryview(os.urandom(size)), "BF16", (size // 2,), "image")
+        times: dict[str, list[float]] = {}
+        for number in range(rounds):
+            key = EntryKey("bench", f"{size}-{number}")
+            for name, (writer, reader) in tiers.items():
+                timed(times, f"write {name}", partial(writer.put, key, entry))
+                timed(times, f"read {name}", partial(reader.get, key))
+                writer.remove([key.digest])
+        show(f"{size / MB:g} MB", times)
+    small = Entry(memoryview(bytes(1024)), "BF16", (512,), "image")
+    keys = [EntryKey("bench", str(number)) for number in range(KEYS)]
+    times = {}
+    for writer, _ in tiers.values():
+        for key in keys:
+            writer.put(key, small)
+    for number in range(rounds):
+        for name, (_, reader) in tiers.items():
+            missing = [EntryKey("none", f"{number}-{each}").digest for each in range(KEYS)]
+            present = [key.digest for key in keys]
+            timed(times, f"present {name}", partial(reader.find, present))
+            timed(times, f"missing {name}", partial(reader.find, missing))
+            timed(times, f"one missing {name}", partial(reader.find, missing[:1]))
+    show(f"look-up of {KEYS}", times)
+
+
+def timed(times: dict[str, list[float]], name: str, call: Callable[[], object]) -> None:
+    since_s = time.perf_counter()
+    found = call()
+    times.setdefault(name, []).append(time.perf_counter() - since_s)
+    if found is None:
+        raise RuntimeError(f"{name}: a miss")
+
+
+def show(title: str, times: Mapping[str, list[float]]) -> None:
+    print(
+        title, *(f"{n}: {statistics.median(t) * 1e3:.2f} ms" for n, t in times.items()), sep="\n  "
+    )
+
+
+if __name__ == "__main__":
+    main()
