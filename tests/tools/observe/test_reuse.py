@@ -1,66 +1,19 @@
 import math
 import random
-from collections import OrderedDict
-from collections.abc import Iterator
-from itertools import count
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from epd.tools.observe.reuse import HASHES, ReuseDistances
+from scripts.bench_observe import lru_hits, traces
 
 SIZES = (1.0, 3.0, 7.0, 20.0, math.inf)
-
-Trace = list[tuple[int, float]]
 
 
 def spread(item: int) -> int:
     """Return a uniform hash of an item."""
     return random.Random(item).getrandbits(64)  # noqa: S311 - a test
-
-
-def traces(references: int, seed: int) -> Iterator[tuple[str, Trace]]:
-    """Yield traces of items with sizes: a pool, windows of conversations, many one-offs.
-
-    Each has a fixed number of references for each of its items.
-    """
-    numbers, unique = random.Random(seed), count(10**9)  # noqa: S311 - a test
-
-    def one_size(item: int) -> float:
-        return 1 + item * 7919 % 100 / 50
-
-    pool = (numbers.randrange(references // 10) for _ in range(references))
-    yield "pool", [(item, one_size(item)) for item in pool]
-    windows = [[next(unique) for _ in range(5)] for _ in range(references // 67)]
-    window: Trace = []
-    while len(window) < references:
-        items = numbers.choice(windows)
-        fresh = 5 if numbers.random() < 1 / 8 else 1
-        items[:] = items[fresh:] + [next(unique) for _ in range(fresh)]
-        window += ((item, one_size(item)) for item in items)
-    yield "window", window
-    one_offs: Trace = []
-    for _ in range(references):
-        one_off = numbers.random() < 0.6
-        item = next(unique) if one_off else int(references / 5 * numbers.random() ** 3)
-        one_offs.append((item, one_size(item)))
-    yield "60 % one-offs", one_offs
-
-
-def lru_hits(trace: Trace, capacity: float) -> int:
-    """Return the hits of a least recently used cache of this capacity."""
-    cache, used, hits = OrderedDict[int, float](), 0.0, 0
-    for item, size in trace:
-        if item in cache:
-            hits += 1
-            cache.move_to_end(item)
-        else:
-            cache[item] = size
-            used += size
-        while used > capacity:
-            used -= cache.popitem(last=False)[1]
-    return hits
 
 
 @given(st.lists(st.integers(0, 12), max_size=300))
