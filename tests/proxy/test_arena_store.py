@@ -3,7 +3,7 @@
 import asyncio
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeVar
@@ -87,10 +87,12 @@ def requests(server: ArenaServer, monkeypatch: pytest.MonkeyPatch) -> list[AnyRe
     received: list[AnyRequest] = []
     answer = ArenaServer.answer
 
-    def noted(self: ArenaServer, session: Session, request: AnyRequest) -> Reply | None:
+    def noted(
+        self: ArenaServer, session: Session, request: AnyRequest, *more: Collection[bytes]
+    ) -> Reply | None:
         if session.client.role == "proxy":
             received.append(request)
-        return answer(self, session, request)
+        return answer(self, session, request, *more)
 
     monkeypatch.setattr(ArenaServer, "answer", noted)
     return received
