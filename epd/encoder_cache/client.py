@@ -150,10 +150,10 @@ class EncoderCache:
         infos = await self.call("lookup", lambda store: store.lookup(keys), limit_s)
         return None if infos is None else self.note_found(infos)
 
-    async def find_here(self, keys: Sequence[EntryKey]) -> Mapping[EntryKey, EntryInfo]:
+    async def find_here(self, keys: Sequence[EntryKey]) -> Mapping[EntryKey, EntryInfo] | None:
         """Return the entries in a host's memory, without its tier and without a lease.
 
-        Empty too if the server did not answer in time.
+        None: the server did not answer in time, or there is nothing to look up.
         """
 
         async def find(store: ProxyStore) -> list[EntryInfo | None]:
@@ -162,7 +162,9 @@ class EncoderCache:
             return await store.lookup(keys)
 
         infos = await self.call("lookup", find, self._config.ec_store_budget_s) if keys else None
-        return {info.key: info for info in infos or () if info is not None}
+        if infos is None:
+            return None
+        return {info.key: info for info in infos if info is not None}
 
     def note_found(self, infos: Iterable[EntryInfo | bool | None]) -> dict[EntryKey, EntryInfo]:
         """Return the found entries by key, and lease them soon after."""

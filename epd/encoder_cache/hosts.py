@@ -97,17 +97,19 @@ class HostStores:
     async def find_here(
         self, keys: Mapping[Host, Sequence[EntryKey]]
     ) -> dict[str, Mapping[EntryKey, EntryInfo]]:
-        """Return the entries in the memory of each host, by address; all are asked at once.
+        """Return the entries in the memory of each host that answered, by address.
 
+        All are asked at once.
         Tiers are not asked: each host would begin to copy an entry that only one of them needs.
         """
 
-        async def find(host: Host) -> Mapping[EntryKey, EntryInfo]:
+        async def find(host: Host) -> Mapping[EntryKey, EntryInfo] | None:
             claims = self.claims_at(host)
-            return {} if claims is None else await claims.cache.find_here(keys[host])
+            return None if claims is None else await claims.cache.find_here(keys[host])
 
         found = await asyncio.gather(*(find(host) for host in keys))
-        return {host.address: entries for host, entries in zip(keys, found, strict=True)}
+        pairs = zip(keys, found, strict=True)
+        return {host.address: entries for host, entries in pairs if entries is not None}
 
     @property
     def operations(self) -> Counter[tuple[Operation, Result]]:

@@ -43,7 +43,9 @@ class Attempt(NamedTuple):
         without_prefill: whether decode does prefill's work.
         encoded_items: an encoder output for each item, from this attempt or an earlier one; None
             before the first encode.
-        namespace: namespace of the consumer for which they were encoded, if encoded_item.
+        namespace: namespace of the consumer for which they were encoded, if it is known.
+        host: address of the server of that consumer's host, if each host has a memory.
+        worth: returns the worth of a consumer by the entries of its host; None: all have the same.
     """
 
     request: Request

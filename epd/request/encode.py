@@ -118,8 +118,8 @@ class Encoder:
         try:
             record.wait_for("encode")
             leaves = job.course.consumer_encodes and job.has_all_media
-            if missing and leaves and self._claims is not None and consumer_claims is not None:
-                outputs |= await self._leave_items(job, missing, self._claims, consumer_claims)
+            if missing and leaves and consumer_claims is not None:
+                outputs |= await self._leave_items(job, missing, consumer_claims)
             elif missing:
                 placed = self._place_items(job, missing, outputs.values())
                 if len(placed) > 1:
@@ -179,28 +179,24 @@ class Encoder:
         return keyed
 
     async def _leave_items(
-        self,
-        job: EncodeJob,
-        missing: Sequence[MissingItem],
-        claims: Claims,
-        consumer_claims: ExitStack,
+        self, job: EncodeJob, missing: Sequence[MissingItem], consumer_claims: ExitStack
     ) -> dict[MMItem, EncodedItem]:
         """Leave the missing items to the consumer, or wait for other requests' consumers.
 
         A request waits only if its own consumer has to encode none of its items: otherwise it is
         sent with all its media anyway, and two requests must not wait for each other.
         """
-        record, clock = job.request.record, asyncio.get_running_loop().time
-        waits = False
-        if self._namespaces.consumers_share():
+        record, clock, claims = job.request.record, asyncio.get_running_loop().time, self._claims
+        waits, until_s = False, 0.0
+        if claims is not None and self._namespaces.consumers_share():
             keys = [each.entry_key for each in missing]
             shared = [key for key in keys if key is not None and not claims.is_late(key)]
             unused = [claim for key in shared if (claim := claims.use(key)) is not None]
             for claim in unused:
                 consumer_claims.enter_context(claim)
             waits = not (unused or job.repeated) and len(shared) == len(keys)
-        # Half of the time is left for items that must be encoded by a request of their own.
-        until_s = clock() + min(claims.consumer_wait_s, job.left_s / 2)
+            # Half of the time is left for items that must be encoded by a request of their own.
+            until_s = clock() + min(claims.consumer_wait_s, job.left_s / 2)
         hits, left = dict[MMItem, EncodedItem](), list[PlacedItem]()
         for each in missing:
             waited = await self._wait(job, each, until_s - clock()) if waits else Waited()

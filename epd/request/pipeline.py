@@ -177,15 +177,18 @@ class Pipeline:
     def _encode_job(self, attempt: Attempt, target: Target) -> EncodeJob | None:
         """Return the items to encode; None without items, or if an earlier attempt encoded them."""
         request = attempt.request
+        if not request.items:
+            return None
+        consumer = target.consumer
         usable = attempt.encoded_items is not None and not self._transfer.pushed
         host = None if target.host is None else target.host.address
-        same_place = (target.namespace, host) == (attempt.namespace, attempt.host)
-        if not request.items or (usable and same_place):
+        same_host = consumer is None or host == attempt.host
+        if usable and target.namespace == attempt.namespace and same_host:
             return None
         return EncodeJob(
             request,
             attempt.course,
-            target.consumer,
+            consumer,
             target.namespace,
             attempt.reencode,
             repeated=attempt.encoded_items is not None,

@@ -17,7 +17,7 @@ def test_bench_serve_compares_a_stack_with_a_plain_engine(stack: Served, tmp_pat
             *("--url", f"epd={stack.stack.url}", "--url", f"plain={plain.url}"),
             *("--model", stack.model, "--dataset", "window", "--num-prompts", "10"),
             *("--max-concurrency", "2", "--output-len", "8", "--warmups", "1"),
-            *("--data-dir", str(tmp_path), "--out", str(out)),
+            *("--out", str(out)),
         ],
         capture_output=True,
         text=True,

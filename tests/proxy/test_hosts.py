@@ -21,7 +21,7 @@ from tests.ec_store.arena.remote import KEY, free_port
 from tests.proxy.test_remote_store import served
 from tests.requests import image, request
 from tests.support.backed import BUDGET_S, NAMESPACE, Backed, items_of, registered
-from tests.support.fake_instance import FakeInstance, decodes, encodes
+from tests.support.fake_instance import FakeInstance, decodes, encodes, refuses
 from tests.support.fleet import Fleet, Launch, until
 from tests.support.redis_server import RedisServer
 
@@ -38,6 +38,8 @@ class OneHost:
     Attributes:
         tier: digest that its instances name; empty for that of the server.
         arena: memory that they name; None for that of the server.
+        nameless: whether they name no server.
+        writes: whether they say that they write their encoder outputs.
     """
 
     name: str
@@ -47,6 +49,8 @@ class OneHost:
     backed: Backed
     tier: str = ""
     arena: str | None = None
+    nameless: bool = False
+    writes: bool = False
     asked: int = field(default=0)
 
     async def metrics(self) -> web.Response:
@@ -56,8 +60,10 @@ class OneHost:
         address = f"shm+tcp://127.0.0.1:{self.port}"
         tier = self.tier or ("" if arena is None else arena.tier)
         labels = f'address="{address}",arena="{memory}",engine="0",tier="{tier}"'
+        host = "" if self.nameless else f"vllm:ec_store_host_info{{{labels}}} 1.0\n"
         return web.Response(
-            text=f"# HELP\nvllm:ec_store_host_info{{{labels}}} 1.0\n"
+            text=f"# HELP\n{host}"
+            f'vllm:ec_store_producer{{engine="0"}} {float(self.writes)}\n'
             f'vllm:ec_store_namespace_info{{engine="0",namespace="{NAMESPACE}"}} 1.0\n'
             'vllm:num_requests_running{engine="0"} 0\nvllm:num_requests_waiting{engine="0"} 0\n'
         )
@@ -299,3 +305,46 @@ def test_hosts_are_not_learned_without_metrics() -> None:
             ec_store="shm+tcp://",
             load_interval_s=0,
         )
+
+
+@pytest.mark.fault(154)
+@pytest.mark.parametrize("named", ["nothing", "another memory", "a server that is excluded"])
+async def test_a_server_that_encodes_gets_the_media_once_whatever_it_names(
+    launch: Launch, tmp_path: Path, named: str
+) -> None:
+    scheme = "shm+tls" if named == "a server that is excluded" else "shm+tcp"
+    config = {"policies": "encode_local", "ec_store": f"{scheme}://?timeout=20s", "encode": 0}
+    async with (
+        two_hosts(tmp_path) as (a, b),
+        fleet_of(launch, on_encode_failure="fail", decode=2, **config) as fleet,
+    ):
+        for each, decode in zip((a, b), fleet.decode, strict=True):
+            each.writes = True
+            each.arena = "ab" * 16 if named == "another memory" else None
+            each.nameless = named == "nothing"
+            each.has(decode)
+            decode.chat = decodes
+        await known(a, b)
+
+        assert await items_of(fleet, request(image(b"1"))) == {"local": 1}
+        assert sum(calls(fleet.decode)) == 1
+        assert not fleet.events.requests[-1].degraded
+
+
+@pytest.mark.fault(155)
+async def test_decode_that_prefills_gets_the_media_without_another_encode(
+    launch: Launch, tmp_path: Path
+) -> None:
+    config = {"encode": 2, "prefill": 2, "decode": 1}
+    async with two_hosts(tmp_path) as (a, b), fleet_of(launch, **config) as fleet:
+        for number, each in enumerate((a, b)):
+            each.has(fleet.encode[number])
+            fleet.prefill[number].metrics = each.metrics
+            fleet.prefill[number].chat = refuses(500, "Internal server error")
+        await known(a, b)
+        before = len(fleet.prefill[0].calls) + len(fleet.prefill[1].calls)
+
+        async with fleet.post(request(image(b"1"))) as reply:
+            assert reply.status == 200
+        tries = len(fleet.prefill[0].calls) + len(fleet.prefill[1].calls) - before
+        assert sum(calls(fleet.encode)) <= tries
