@@ -160,7 +160,9 @@ class ArenaIndex:
         self.unhashed: OrderedDict[Slot, None] = OrderedDict()
         self.evictions = 0
         self.saved_s = 0.0
-        self.trial = OrderTrial(extents.size_bytes)
+        self._most_index_bytes = max(MIN_INDEX_BYTES, extents.size_bytes // INDEX_SHARE)
+        most_entries = self._most_index_bytes // ENTRY_BYTES
+        self.trial = OrderTrial(extents.size_bytes, extents.size_bytes // most_entries)
         self._worth = WorthOrder(extents.size_bytes)
         self._rate = EncodeRate()
         self._extents = extents
@@ -297,9 +299,8 @@ class ArenaIndex:
         if client.begun_bytes + slot.counted_bytes > self._client_bytes:
             return Refusal.FULL
         self._end_leases(now_s)
-        most_bytes = max(MIN_INDEX_BYTES, self._extents.size_bytes // INDEX_SHARE)
         while (
-            self._index_bytes > most_bytes
+            self._index_bytes > self._most_index_bytes
             or (extents := self._extents.allocate(slot.size_bytes)) is None
         ):
             missing_bytes = max(1, slot.size_bytes - self._extents.free_bytes)

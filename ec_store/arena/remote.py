@@ -110,7 +110,7 @@ class RemoteServer:
             BadMessage: it has another key or version, or asks for memory.
         """
         if not is_key(self._key, hello.key):
-            logger.warning(
+            self._warn(
                 "the arena refuses a proxy at %s: its key is another one", self._sessions[session]
             )
             raise BadMessage("the key is not the server's: set the same EC_STORE_API_KEY in both")

@@ -158,7 +158,8 @@ class TierChain:
             asked = link.askable(digests)
             answers: Sequence[Answer] = ()
             if asked:
-                finding = self._run(self._find(place, asked, claim))
+                # Of a late tier no client waits for the claim, and others must not wait for it.
+                finding = self._run(self._find(place, asked, None if link.late.open else claim))
                 if not link.late.open:
                     await asyncio.wait({finding}, timeout=share_s)
                 if finding.done():

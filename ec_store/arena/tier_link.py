@@ -6,7 +6,8 @@ are compared with their checksum in both directions.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias, TypeVar
@@ -29,7 +30,7 @@ logger = logging.getLogger("vllm.ec_store")
 LOOKUP_THREADS = 4
 FETCH_THREADS = 4
 
-QUEUE_NAMESPACES = 4
+QUEUE_NAMESPACES = 64
 """Upper bound of the deletions of namespaces that wait. A tier may look at all of its entries for
 each, and entries wait behind them."""
 
@@ -95,6 +96,8 @@ class TierLink:
         """Writes, deletions and releases of claims that wait, in order."""
         self._releasing: dict[bytes, set[_Release]] = {}
         """Releases of claims that have not ended, by key."""
+        self._claim_calls: dict[bytes, asyncio.Future[None]] = {}
+        """Running calls that claim or release, by key: one at a time for each key."""
         self._removed: set[bytes] = set()
         self._purged: list[str] = []
 
@@ -124,14 +127,13 @@ class TierLink:
         Raises:
             StoreError: the tier failed.
         """
-        now_s, index = self._clock(), self._arena.index
-        claimed: list[bytes] = []
-        if claim is not None and self.shared:
-            claimed = [each for each in digests if index.may_claim(each, claim.owner, now_s)]
-        released = {each: self._releasing.pop(each) for each in claimed if each in self._releasing}
         self._running_lookups += 1
         try:
-            found = await _on(self._lookups, partial(self._find, digests, claimed, claim, released))
+            if claim is None or not self.shared:
+                find = partial(self._find, digests, (), claim, {})
+                found = await _on(self._lookups, find)
+            else:
+                found = await self._find_and_claim(digests, claim)
         except StoreError as error:
             self._fail(self._finding, error)
             raise
@@ -139,6 +141,31 @@ class TierLink:
             self._running_lookups -= 1
         self._finding.succeeded()
         return [self._count_answer(digest, found[digest]) for digest in digests]
+
+    async def _find_and_claim(
+        self, digests: Sequence[bytes], claim: ClaimKeys
+    ) -> dict[bytes, Answer]:
+        async with self._claims_of(digests):
+            index, now_s = self._arena.index, self._clock()
+            claimed = [each for each in digests if index.may_claim(each, claim.owner, now_s)]
+            waiting = [each for each in claimed if each in self._releasing]
+            released = {each: self._releasing.pop(each) for each in waiting}
+            return await _on(self._lookups, partial(self._find, digests, claimed, claim, released))
+
+    @asynccontextmanager
+    async def _claims_of(self, digests: Sequence[bytes]) -> AsyncIterator[None]:
+        """Wait until no other call changes the claims of these keys; others wait for this one."""
+        calls = self._claim_calls
+        while running := {calls[digest] for digest in digests if digest in calls}:
+            await asyncio.wait(running)
+        ended = asyncio.get_running_loop().create_future()
+        calls.update(dict.fromkeys(digests, ended))
+        try:
+            yield
+        finally:
+            for digest in dict.fromkeys(digests):
+                del calls[digest]
+            ended.set_result(None)
 
     async def read(self, key: EntryKey, slot: Slot) -> bool:
         """Copy an entry to its place in the memory; False if it does not come from this tier."""
@@ -179,6 +206,7 @@ class TierLink:
         """Queue entries to be deleted. They are misses from now on."""
         if len(self._removed) + len(digests) > self._limits.queue_entries:
             self.stats.drops += len(digests)
+            logger.warning("%d entries are not deleted in a tier: too many wait", len(digests))
             return
         self._removed.update(digests)
         call = partial(self._tier.remove, _names(digests))
@@ -189,6 +217,7 @@ class TierLink:
         """Queue a namespace to be deleted. Its entries are misses from now on."""
         if len(self._purged) >= QUEUE_NAMESPACES:
             self.stats.drops += 1
+            logger.warning("the namespace %s is not deleted in a tier: too many wait", namespace)
             return
         self._purged.append(namespace)
         end = partial(self._purged.remove, namespace)
@@ -320,19 +349,19 @@ class TierLink:
 
     async def _release(self, digests: Sequence[bytes], release: _Release) -> None:
         """Release the claims that wait for it and were not taken again meanwhile."""
-        ended = [digest for digest in digests if release in self._releasing.get(digest, ())]
-        if not ended or not isinstance(self._tier, SharedTier):
+        if not isinstance(self._tier, SharedTier):
             return
-        call = partial(self._tier.release_claims, _names(ended), release.owner)
-
-        def end() -> None:
+        async with self._claims_of(digests):
+            waiting = self._releasing
+            ended = [each for each in dict.fromkeys(digests) if release in waiting.get(each, ())]
+            if not ended:
+                return
             for digest in ended:
-                releases = self._releasing.get(digest, set())
-                releases.discard(release)
-                if not releases:
-                    self._releasing.pop(digest, None)
-
-        await self._change(call, 0, end)
+                waiting[digest].discard(release)
+                if not waiting[digest]:
+                    del waiting[digest]
+            call = partial(self._tier.release_claims, _names(ended), release.owner)
+            await self._change(call, 0, lambda: None)
 
     async def _change(
         self, call: Callable[[], object], drops: int, end: Callable[[], None]

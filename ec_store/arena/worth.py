@@ -183,9 +183,13 @@ class OrderTrial:
         by_worth: whether worth has saved more encode seconds lately.
     """
 
-    def __init__(self, size_bytes: int) -> None:
-        """Create the trial for a memory of this size."""
+    def __init__(self, size_bytes: int, least_bytes: int = 0) -> None:
+        """Create the trial for a memory of this size.
+
+        Smaller entries count as `least_bytes`: the number of entries has a bound too.
+        """
         self.by_worth = True
+        self._least_bytes = least_bytes
         self._size_bytes = size_bytes // SAMPLED
         self._least_use = _LeastUse(self._size_bytes)
         self._worth = _Worth(self._size_bytes)
@@ -195,10 +199,11 @@ class OrderTrial:
         """Count a use of an entry, or its write: both orders see the same."""
         if digest[-1] % SAMPLED or size_bytes > self._size_bytes:
             return
-        by_worth = self._worth.refer(digest, size_bytes, rate)
-        by_least_use = self._least_use.refer(digest, size_bytes)
+        kept_bytes = max(size_bytes, self._least_bytes)
+        by_worth = self._worth.refer(digest, kept_bytes, rate)
+        by_least_use = self._least_use.refer(digest, kept_bytes)
         if not by_least_use:
-            decay = 2 ** -(size_bytes / self._size_bytes / TRIAL_TURNOVERS)
+            decay = 2 ** -(kept_bytes / self._size_bytes / TRIAL_TURNOVERS)
             self._by_worth_s *= decay
             self._by_least_use_s *= decay
         if by_worth is by_least_use:

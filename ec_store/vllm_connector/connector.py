@@ -26,7 +26,6 @@ from ec_store.urls import fetch_threads
 from ec_store.vllm_connector.config import ConnectorConfig
 from ec_store.vllm_connector.consumer import Consumer
 from ec_store.vllm_connector.guard import count_exception, guard_method
-from ec_store.vllm_connector.host_info import HOST, host_of
 from ec_store.vllm_connector.media_cache import keep_media
 from ec_store.vllm_connector.metrics import NAMESPACE, StoreConnectorStats, StorePromMetrics
 from ec_store.vllm_connector.namespace import namespace_of
@@ -81,7 +80,6 @@ class ECStoreConnector(ECConnectorBase):
         self._store = self._open_store(config.store)
         self._corrupt = 0
         self._gauges: dict[str, float] = {}
-        self._host_told: list[str] | None = None
         self._fetcher: Fetcher | None = None
         self._consumer: Consumer | None = None
         self._producer: Producer | None = None
@@ -339,9 +337,6 @@ class ECStoreConnector(ECConnectorBase):
         gauges = {} if self._fetcher is None else self._fetcher.gauges()
         if isinstance(self._store, ArenaStore):
             gauges |= host_gauges([*self._usages.values(), usage_of(self._store.connection)])
-            host = host_of(self._store.connection.arena)
-            if host is not None and host != self._host_told:
-                self._host_told = figures[HOST] = host
         if gauges != self._gauges:
             self._gauges = gauges
             figures |= gauges

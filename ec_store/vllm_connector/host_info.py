@@ -1,58 +1,41 @@
 """Server of the host's memory, as an engine names it on `/metrics` for proxies of other hosts.
 
-The process that serves `/metrics` asks the server when it starts. Later the scheduler names the
-server that it is connected to: after a restart, the memory is another one.
+The process that serves `/metrics` asks the server, again and again: an engine without requests must
+name it too, and after a restart the memory is another one.
 """
 
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Iterable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from ec_store.arena.connection import ArenaConnection, MappedArena
+from ec_store.arena.connection import ArenaConnection
 from ec_store.arena.protocol import Find
 from ec_store.arena.url import arena_options
 from ec_store.errors import StoreUnavailable
 
-HOST = "host"
-"""Name under which the scheduler's server is sent with the metrics: the values of `LABELS`."""
-
 LABELS = ("address", "arena", "tier")
 
 ASK_S = 1.0
-"""Time in seconds for the first question. Without an answer, the scheduler's first step tells."""
+"""Time limit of a question, in seconds."""
 
-
-def host_of(arena: MappedArena | None) -> list[str] | None:
-    """Return the server of a memory; None if it is lost, or serves no other hosts."""
-    if arena is None or not arena.address:
-        return None
-    return [arena.address, arena.name.hex(), arena.tier]
-
-
-def ask_host(url: str) -> list[str] | None:
-    """Return the server of the memory at a URL; None without one, as of other stores."""
-    if urlsplit(url).scheme != "shm":
-        return None
-    connection = ArenaConnection(arena_options(url).path, "proxy", ASK_S)
-    try:
-        return host_of(connection.call(Find([]))[1])
-    except StoreUnavailable:
-        return None
-    finally:
-        connection.close()
+ASK_EVERY_S = 2.0
+"""Time in seconds between two questions."""
 
 
 class HostInfo:
-    """Gauge with the server of each engine in its labels; engines without one have no sample."""
+    """Gauge with the server of the engines in its labels; there is no sample without a server."""
 
     def __init__(
         self,
         gauge_type: Any,
         labelnames: Sequence[str],
-        engines: Mapping[int, Sequence[object]],
-        host: list[str] | None,
+        engines: Iterable[Sequence[object]],
+        url: str,
+        every_s: float = ASK_EVERY_S,
     ) -> None:
-        """Create the gauge for engines, by number with their labels, and publish a server."""
+        """Create the gauge for engines, by their labels. They use the store at this URL."""
         self._gauge = gauge_type(
             name="vllm:ec_store_host_info",
             documentation="1 for the server of the host's memory that this engine uses: its "
@@ -60,18 +43,32 @@ class HostInfo:
             labelnames=[*labelnames, *LABELS],
             multiprocess_mode="mostrecent",
         )
-        self._engines = engines
-        self._published: dict[int, list[str]] = {}
-        for engine in engines:
-            if host is not None:
-                self.publish(host, engine)
+        self._engines = list(engines)
+        self._named: Sequence[str] = ()
+        if urlsplit(url).scheme == "shm":
+            self._connection = ArenaConnection(arena_options(url).path, "proxy", ASK_S)
+            self._ask()
+            asking = threading.Thread(target=self._ask_again, args=[every_s], name="ec-host")
+            asking.daemon = True
+            asking.start()
 
-    def publish(self, host: list[str], engine: int) -> None:
-        """Publish the server of an engine in place of an earlier one."""
-        before = self._published.get(engine)
-        if host == before:
+    def _ask_again(self, every_s: float) -> None:
+        while True:
+            time.sleep(every_s)
+            self._ask()
+
+    def _ask(self) -> None:
+        """Name the server. One that does not answer stays named: proxies find out by themselves."""
+        try:
+            _, arena = self._connection.call(Find([]))
+        except StoreUnavailable:
             return
-        if before is not None:
-            self._gauge.labels(*self._engines[engine], *before).set(0)
-        self._gauge.labels(*self._engines[engine], *host).set(1)
-        self._published[engine] = host
+        named = [arena.address, arena.name.hex(), arena.tier] if arena.address else []
+        if named == self._named:
+            return
+        for values in self._engines:
+            if self._named:
+                self._gauge.labels(*values, *self._named).set(0)
+            if named:
+                self._gauge.labels(*values, *named).set(1)
+        self._named = named

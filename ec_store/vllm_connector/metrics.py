@@ -10,7 +10,7 @@ from vllm.distributed.ec_transfer.ec_connector.metrics import (
 from vllm.platforms import current_platform
 
 from ec_store.vllm_connector.config import ConnectorConfig
-from ec_store.vllm_connector.host_info import HOST, HostInfo, ask_host
+from ec_store.vllm_connector.host_info import HostInfo
 from ec_store.vllm_connector.namespace import namespace_of
 
 logger = logging.getLogger("vllm.ec_store")
@@ -18,7 +18,7 @@ logger = logging.getLogger("vllm.ec_store")
 NAMESPACE = "namespace"
 """Name under which the scheduler's namespace, a text, is sent with the metrics."""
 
-TEXTS = (NAMESPACE, HOST)
+TEXTS = (NAMESPACE,)
 
 COUNTERS = {
     "hits": "Entries fetched from the store.",
@@ -64,7 +64,7 @@ BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 
 class StoreConnectorStats(ECConnectorStats):
     """Metrics by name: counts, current values of gauges, and observations of histograms.
 
-    The scheduler's namespace, and the server of its host's memory, are sent with them.
+    The scheduler's namespace is sent with them.
     """
 
     data: dict[str, Any]
@@ -127,9 +127,7 @@ class StorePromMetrics(ECConnectorPromMetrics):
         options = vllm_config.ec_transfer_config.ec_connector_extra_config or {}
         config = ConnectorConfig.model_validate(options)
         namespace = namespace_of(vllm_config, config.generation)
-        self._host = HostInfo(
-            self._gauge_cls, labelnames, per_engine_labelvalues, ask_host(config.store)
-        )
+        HostInfo(self._gauge_cls, labelnames, per_engine_labelvalues.values(), config.store)
         self._info = self._gauge_cls(
             name="vllm:ec_store_namespace_info",
             documentation="1 for the namespace of this engine's encoder outputs.",
@@ -167,8 +165,6 @@ class StorePromMetrics(ECConnectorPromMetrics):
             elif name in HISTOGRAMS:
                 for observation in value:
                     metric.observe(observation)
-            elif name == HOST:
-                self._host.publish(value, engine_idx)
             elif name == NAMESPACE and value != self._namespaces[engine_idx]:
                 self._publish(value, engine_idx)
 

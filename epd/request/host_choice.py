@@ -51,13 +51,16 @@ class HostChoice:
         """Return the worth of a consumer: the bytes of the entries that its host has.
 
         They are worth nothing where the other items cannot be encoded: the consumer then gets all
-        media of the request. None: all hosts are the same.
+        media of the request. None: all consumers are on the same host.
         """
-        if not found:
+        addresses = {host.address for host in self._consumer_hosts()}
+        consumers = self._table.usable_candidates(*CONSUMERS)
+        nameless = any(candidate.load.host is None for candidate in consumers)
+        if len(addresses) + nameless < 2:  # noqa: PLR2004
             return None
+        items = len(attempt.request.items)
         by_address = {
-            address: self._worth_at(address, entries, len(attempt.request.items))
-            for address, entries in found.items()
+            address: self._worth_at(address, found.get(address, {}), items) for address in addresses
         }
 
         def worth(instance: Instance) -> float:

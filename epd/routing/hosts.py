@@ -24,6 +24,10 @@ class InstanceHosts:
         if load is None or load.host == host:
             return
         load.host = host
+        self.use_servers()
+
+    def use_servers(self) -> None:
+        """Tell the addresses of all servers: an instance has changed its server, or has left."""
         if self._on_change is not None:
             hosts = (candidate.load.host for candidate in self._table.all(*Role))
             self._on_change({host.address for host in hosts if host is not None})

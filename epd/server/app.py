@@ -235,8 +235,15 @@ async def _instances(
         on_change=lambda instance, state, cause: changed(instance, state, cause=cause),
     )
     transfer = load_kv_transfer(config.kv_transfer)
-    registry = Registry(table, config.instances, fits=transfer.accepts_instance, on_change=changed)
     hosts = InstanceHosts(table, None if stores is None else stores.use_servers)
+
+    def member_changed(instance: Instance, change: Change, source: InstanceSource | None) -> None:
+        changed(instance, change, source)
+        hosts.use_servers()
+
+    registry = Registry(
+        table, config.instances, fits=transfer.accepts_instance, on_change=member_changed
+    )
     policies = make_checked_policies(config)
     fleet = _Instances(table, Namespaces(table), hosts, transfer, policies)
     sources = None if slot is None else slot.shared.sources

@@ -178,7 +178,7 @@ def test_a_proxy_of_a_third_host_finds_what_either_host_has(hosts: Hosts) -> Non
 
 
 @pytest.mark.fault(110)
-def test_both_hosts_answer_while_the_tier_is_killed_and_started_again(hosts: Hosts) -> None:
+def test_hosts_answer_while_the_tier_is_killed_and_started_again(hosts: Hosts) -> None:
     names = ("cat.jpg", "coffee.jpg", "astronaut.jpg", "chart.png")
     urls = (hosts.a.stack.url, hosts.b.stack.url, hosts.remote)
     expected = {name: ask(hosts.a.stack.url, picture(name)).text for name in names}

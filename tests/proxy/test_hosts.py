@@ -348,3 +348,19 @@ async def test_decode_that_prefills_gets_the_media_without_another_encode(
             assert reply.status == 200
         tries = len(fleet.prefill[0].calls) + len(fleet.prefill[1].calls) - before
         assert sum(calls(fleet.encode)) <= tries
+
+
+@pytest.mark.fault(155)
+async def test_a_consumer_in_reach_is_preferred_to_one_without_a_server(
+    launch: Launch, tmp_path: Path
+) -> None:
+    async with (
+        host(tmp_path, "a") as a,
+        fleet_of(launch, a, decode=2, on_encode_failure="fail") as fleet,
+    ):
+        fleet.decode[1].chat = decodes
+        await known(a)
+        for number in range(6):
+            assert await items_of(fleet, request(image(b"%d" % number))) == {"encoded": 1}
+
+        assert calls(fleet.decode) == [6, 0]

@@ -1,5 +1,7 @@
 """Hosts of instances: what a metrics page names, and which outputs are readable where."""
 
+from collections.abc import Set as AbstractSet
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -72,3 +74,17 @@ def test_an_instance_without_a_named_server_reaches_no_host() -> None:
     assert not hosts.reaches(second, B)
     hosts.record_host(first, None)
     assert hosts.host_of(first) is None
+
+
+def test_the_server_of_an_instance_that_left_is_not_used() -> None:
+    used: list[AbstractSet[str]] = []
+    table = InstanceTable()
+    hosts = InstanceHosts(table, used.append)
+    for url, address in (("http://a", "x"), ("http://b", "y")):
+        instance = Instance(Role.ENCODE, url)
+        table.add(instance)
+        hosts.record_host(instance, Host(address, "00"))
+    table.remove(instance)
+    hosts.use_servers()
+
+    assert used[-2:] == [{"x", "y"}, {"x"}]

@@ -3,6 +3,7 @@
 import os
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -26,6 +27,7 @@ from ec_store.redis.url import RedisOptions, redis_options
 from ec_store.testing.stores import assert_same, entry, key, sized
 from tests.ec_store.arena.served import MIB, serving, wait_for
 from tests.ec_store.disk.on_disk import counted, path_of
+from tests.ec_store.waiting import until
 from tests.support.redis_server import RedisServer
 
 WAIT_S = 20.0
@@ -556,3 +558,59 @@ def test_a_directory_makes_as_many_system_calls_with_ten_times_the_entries(tmp_p
 
     small, large = calls
     assert [abs(a - b) <= 4 for a, b in zip(small, large, strict=True)] == [True] * 4, calls
+
+
+@pytest.mark.fault(136)
+def test_a_release_that_runs_late_does_not_end_the_next_claim_of_its_owner(tmp_path: Path) -> None:
+    with RedisServer(tmp_path) as redis, ExitStack() as opened:
+        one, other = (RedisStore.from_url(redis.url("timeout=20s")) for _ in range(2))
+        release, releasing = one.release_claims, threading.Event()
+
+        def release_late(digests: Sequence[str], owner: bytes) -> None:
+            releasing.set()
+            time.sleep(0.3)
+            release(digests, owner)
+
+        one.release_claims = release_late  # type: ignore[method-assign]
+        limits = TierLimits(lookup_s=20)
+        for name, tier in (("a", one), ("b", other)):
+            opened.enter_context(
+                serving(tmp_path / name, tiers={"redis": tier}, tier_limits=limits)
+            )
+        a, b = (
+            opened.enter_context(ArenaStore(ArenaOptions(str(tmp_path / name), timeout_s=20)))
+            for name in "ab"
+        )
+        assert a.claim([key()], "a", 30) == [True]
+        a.release([key()], "a")
+        assert releasing.wait(20)
+        assert a.claim([key()], "a", 30) == [True]
+
+        assert b.claim([key()], "b", 30) == [False]
+        assert a.claim([key()], "a", 30) == [True]
+
+
+@pytest.mark.fault(138)
+def test_a_claim_that_comes_late_ends_with_its_release(tmp_path: Path) -> None:
+    with RedisServer(tmp_path) as redis, ExitStack() as opened:
+        slow, other = (RedisStore.from_url(redis.url("timeout=20s")) for _ in range(2))
+        claim = slow.claim_missing
+
+        def claim_late(*args: Any) -> Any:
+            time.sleep(0.3)
+            return claim(*args)
+
+        slow.claim_missing = claim_late  # type: ignore[method-assign, assignment]
+        for name, tier, lookup_s in (("a", slow, 0.01), ("b", other, 20.0)):
+            limits = TierLimits(lookup_s=lookup_s)
+            opened.enter_context(
+                serving(tmp_path / name, tiers={"redis": tier}, tier_limits=limits)
+            )
+        a, b = (
+            opened.enter_context(ArenaStore(ArenaOptions(str(tmp_path / name), timeout_s=20)))
+            for name in "ab"
+        )
+        assert a.claim([key()], "a", 30) == [True]
+        a.release([key()], "a")
+
+        until(lambda: b.claim([key()], "b", 30) == [True])

@@ -354,3 +354,14 @@ def test_a_server_reports_the_seconds_that_reads_have_saved(
     assert memory is not None
     assert memory.saved_s == 1.0
     assert "saved      1.0 s of encoding\nevicts by  worth\n" in out
+
+
+@pytest.mark.parametrize("mib", [1, 4])
+def test_the_trial_holds_no_more_small_entries_than_the_index_may(mib: int) -> None:
+    least_bytes = 4096
+    trial = OrderTrial(mib * 2**20, least_bytes)
+    for number in range(8000):
+        trial.refer(sha256(b"%d" % number).digest(), 1, -20.0)
+
+    most = mib * 2**20 // SAMPLED // least_bytes
+    assert len(trial._least_use._sizes) == len(trial._worth._entries) == most  # noqa: SLF001
