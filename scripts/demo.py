@@ -40,7 +40,7 @@ def main() -> None:
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     leave_contexts_on_signals()
     models = RUN / "models"
-    subprocess.run([sys.executable, ROOT / "scripts" / "tiny_models.py", models], check=True)
+    subprocess.run([sys.executable, ROOT / "scripts" / "tiny_models.py", models, MODEL], check=True)
     directory = Path(tempfile.mkdtemp(prefix="epd-demo-"))
     stack = Stack(models / MODEL, args.topology, directory, local_media=MEDIA, store=args.ec_store)
     try:
