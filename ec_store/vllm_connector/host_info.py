@@ -4,8 +4,7 @@ The process that serves `/metrics` asks the server, again and again: an engine w
 name it too, and after a restart the memory is another one.
 """
 
-import threading
-import time
+import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
@@ -13,15 +12,15 @@ from urllib.parse import urlsplit
 from ec_store.arena.connection import ArenaConnection
 from ec_store.arena.protocol import Find
 from ec_store.arena.url import arena_options
+from ec_store.engine.threads import PeriodicThread
 from ec_store.errors import StoreUnavailable
+
+logger = logging.getLogger("vllm.ec_store")
 
 LABELS = ("address", "arena", "tier")
 
 ASK_S = 1.0
 """Time limit of a question, in seconds."""
-
-ASK_EVERY_S = 2.0
-"""Time in seconds between two questions."""
 
 
 class HostInfo:
@@ -33,7 +32,6 @@ class HostInfo:
         labelnames: Sequence[str],
         engines: Iterable[Sequence[object]],
         url: str,
-        every_s: float = ASK_EVERY_S,
     ) -> None:
         """Create the gauge for engines, by their labels. They use the store at this URL."""
         self._gauge = gauge_type(
@@ -48,27 +46,27 @@ class HostInfo:
         if urlsplit(url).scheme == "shm":
             self._connection = ArenaConnection(arena_options(url).path, "proxy", ASK_S)
             self._ask()
-            asking = threading.Thread(target=self._ask_again, args=[every_s], name="ec-host")
-            asking.daemon = True
-            asking.start()
+            try:
+                PeriodicThread(self._ask).start()
+            except RuntimeError as error:
+                logger.warning("the server of the host's memory is not asked again: %s", error)
 
-    def _ask_again(self, every_s: float) -> None:
-        while True:
-            time.sleep(every_s)
-            self._ask()
+    def _ask(self) -> bool:
+        """Name the server, and return False: it is asked again after a while.
 
-    def _ask(self) -> None:
-        """Name the server. One that does not answer stays named: proxies find out by themselves."""
+        A server that does not answer stays named: proxies find out by themselves.
+        """
         try:
             _, arena = self._connection.call(Find([]))
         except StoreUnavailable:
-            return
+            return False
         named = [arena.address, arena.name.hex(), arena.tier] if arena.address else []
         if named == self._named:
-            return
+            return False
         for values in self._engines:
             if self._named:
                 self._gauge.labels(*values, *self._named).set(0)
             if named:
                 self._gauge.labels(*values, *named).set(1)
         self._named = named
+        return False

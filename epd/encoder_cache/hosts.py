@@ -99,8 +99,8 @@ class HostStores:
     ) -> dict[str, Mapping[EntryKey, EntryInfo]]:
         """Return the entries in the memory of each host that answered, by address.
 
-        All are asked at once.
-        Tiers are not asked: each host would begin to copy an entry that only one of them needs.
+        All are asked at once, without their tiers: each host would begin to copy an entry that only
+        one of them needs.
         """
 
         async def find(host: Host) -> Mapping[EntryKey, EntryInfo] | None:

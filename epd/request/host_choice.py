@@ -53,15 +53,16 @@ class HostChoice:
         They are worth nothing where the other items cannot be encoded: the consumer then gets all
         media of the request. None: all consumers are on the same host.
         """
-        addresses = {host.address for host in self._consumer_hosts()}
-        consumers = self._table.usable_candidates(*CONSUMERS)
-        nameless = any(candidate.load.host is None for candidate in consumers)
-        if len(addresses) + nameless < 2:  # noqa: PLR2004
+        consumers = self._hosts_of(*CONSUMERS)
+        if len({host and host.address for host in consumers}) < 2:  # noqa: PLR2004
             return None
-        items = len(attempt.request.items)
-        by_address = {
-            address: self._worth_at(address, found.get(address, {}), items) for address in addresses
-        }
+        encoders, items = self._hosts_of(Role.ENCODE), len(attempt.request.items)
+        by_address: dict[str, float] = {}
+        for host in consumers:
+            if host is not None:
+                reached = any(each is not None and each.reaches(host) for each in encoders)
+                worth_here = _worth(found.get(host.address, {}), items, reached=reached)
+                by_address[host.address] = worth_here
 
         def worth(instance: Instance) -> float:
             host = self._hosts.host_of(instance)
@@ -69,19 +70,9 @@ class HostChoice:
 
         return worth
 
-    def _worth_at(self, address: str, entries: Mapping[EntryKey, EntryInfo], items: int) -> float:
-        reached = self._is_reached(address)
-        # One key may be that of several items: too small a number only doubts a whole host.
-        complete = len(entries) >= items
-        total = sum(info.size_bytes for info in entries.values())
-        return REACHED * reached + (total if complete or reached else 0)
-
-    def _is_reached(self, address: str) -> bool:
-        """Return whether the output of any encode instance is readable at a host."""
-        hosts = (host for host in self._consumer_hosts() if host.address == address)
-        host = next(hosts, None)
-        encoders = self._table.usable_candidates(Role.ENCODE)
-        return any(self._hosts.reaches(candidate.instance, host) for candidate in encoders)
+    def _hosts_of(self, *roles: Role) -> set[Host | None]:
+        """Return the hosts of the usable instances; None stands for those that name none."""
+        return {candidate.load.host for candidate in self._table.usable_candidates(*roles)}
 
     def _consumer_hosts(self) -> dict[Host, set[str]]:
         """Return the hosts of the consumers, with their namespaces."""
@@ -109,3 +100,14 @@ class HostChoice:
             ]
             for host, namespaces in self._consumer_hosts().items()
         }
+
+
+def _worth(entries: Mapping[EntryKey, EntryInfo], items: int, *, reached: bool) -> float:
+    """Return the worth of a host with these entries, for a request with a number of items.
+
+    `reached` tells whether an encode instance writes where the host reads.
+    """
+    # One key may be that of several items: too small a number only doubts a whole host.
+    complete = len(entries) >= items
+    total = sum(info.size_bytes for info in entries.values())
+    return REACHED * reached + (total if complete or reached else 0)

@@ -36,10 +36,15 @@ def another_proxy(
     ]
     if servers:
         roles = ["--servers-urls", ",".join(server.url for server in servers)]
+    with started_proxy(*roles, *(store if encode else []), *flags) as url:
+        yield url
+
+
+@contextmanager
+def started_proxy(*flags: str) -> Iterator[str]:
+    """Start a proxy on a free port; yield its URL."""
     command = [
         *(sys.executable, "-m", "epd", "serve", "--host", "127.0.0.1", "--port", "0"),
-        *roles,
-        *(store if encode else []),
         *("--log-format", "json", "--drain-delay-s", "0"),
         *flags,
     ]

@@ -4,7 +4,6 @@ A host is a memory of its own: its engine and its proxy use no other. A third pr
 servers over TCP, as one on another host does.
 """
 
-import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from epd.routing.instances import Role
 from epd.tools.up.topology import Topology
 from scripts.forked import ForkedStack
 from tests.e2e.asking import picture
+from tests.e2e.proxies import started_proxy
 from tests.e2e.served import metric
 from tests.e2e.stacks import VISION
 from tests.ec_store.waiting import until
@@ -106,27 +106,6 @@ def host(folder: Path, address: str, tier: str, models: Path) -> Iterator[Host]:
         yield Host(opened.enter_context(stack), memory)
 
 
-@contextmanager
-def proxy(servers: list[str]) -> Iterator[str]:
-    """Start a proxy that learns the memories from the engines; yield its URL."""
-    command = [
-        *(sys.executable, "-m", "epd", "serve", "--host", "127.0.0.1", "--port", "0"),
-        *("--servers-urls", ",".join(servers), "--ec-store", "shm+tcp://", *PROXY),
-        *("--log-format", "json", "--drain-delay-s", "0"),
-    ]
-    with (
-        subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process,
-        ThreadPoolExecutor(1) as reading,
-    ):
-        assert process.stderr is not None
-        try:
-            url = json.loads(process.stderr.readline())["url"]
-            reading.submit(process.stderr.read)
-            yield url
-        finally:
-            process.terminate()
-
-
 @pytest.fixture(scope="module", params=["redis", "mooncake"])
 def hosts(
     request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytest.TempPathFactory
@@ -148,7 +127,8 @@ def hosts(
             for name, address in (("a", "127.0.0.2"), ("b", "127.0.0.3"))
         )
         servers = [each.stack.all_engines[0].url for each in (a, b)]
-        yield Hosts(a, b, tier, opened.enter_context(proxy(servers)))
+        flags = ("--servers-urls", ",".join(servers), "--ec-store", "shm+tcp://", *PROXY)
+        yield Hosts(a, b, tier, opened.enter_context(started_proxy(*flags)))
 
 
 def test_a_picture_of_one_host_is_not_encoded_on_the_other(hosts: Hosts) -> None:

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -560,6 +560,17 @@ def test_a_directory_makes_as_many_system_calls_with_ten_times_the_entries(tmp_p
     assert [abs(a - b) <= 4 for a, b in zip(small, large, strict=True)] == [True] * 4, calls
 
 
+@contextmanager
+def claiming(path: Path, tier: Tier, lookup_s: float = 20.0) -> Iterator[ArenaStore]:
+    """Serve a memory in front of a shared tier; yield a client of it."""
+    limits = TierLimits(lookup_s=lookup_s)
+    with (
+        serving(path, tiers={"redis": tier}, tier_limits=limits),
+        ArenaStore(ArenaOptions(str(path), timeout_s=20)) as store,
+    ):
+        yield store
+
+
 @pytest.mark.fault(136)
 def test_a_release_that_runs_late_does_not_end_the_next_claim_of_its_owner(tmp_path: Path) -> None:
     with RedisServer(tmp_path) as redis, ExitStack() as opened:
@@ -572,15 +583,8 @@ def test_a_release_that_runs_late_does_not_end_the_next_claim_of_its_owner(tmp_p
             release(digests, owner)
 
         one.release_claims = release_late  # type: ignore[method-assign]
-        limits = TierLimits(lookup_s=20)
-        for name, tier in (("a", one), ("b", other)):
-            opened.enter_context(
-                serving(tmp_path / name, tiers={"redis": tier}, tier_limits=limits)
-            )
-        a, b = (
-            opened.enter_context(ArenaStore(ArenaOptions(str(tmp_path / name), timeout_s=20)))
-            for name in "ab"
-        )
+        a = opened.enter_context(claiming(tmp_path / "a", one))
+        b = opened.enter_context(claiming(tmp_path / "b", other))
         assert a.claim([key()], "a", 30) == [True]
         a.release([key()], "a")
         assert releasing.wait(20)
@@ -601,15 +605,8 @@ def test_a_claim_that_comes_late_ends_with_its_release(tmp_path: Path) -> None:
             return claim(*args)
 
         slow.claim_missing = claim_late  # type: ignore[method-assign, assignment]
-        for name, tier, lookup_s in (("a", slow, 0.01), ("b", other, 20.0)):
-            limits = TierLimits(lookup_s=lookup_s)
-            opened.enter_context(
-                serving(tmp_path / name, tiers={"redis": tier}, tier_limits=limits)
-            )
-        a, b = (
-            opened.enter_context(ArenaStore(ArenaOptions(str(tmp_path / name), timeout_s=20)))
-            for name in "ab"
-        )
+        a = opened.enter_context(claiming(tmp_path / "a", slow, lookup_s=0.01))
+        b = opened.enter_context(claiming(tmp_path / "b", other))
         assert a.claim([key()], "a", 30) == [True]
         a.release([key()], "a")
 

@@ -1,6 +1,5 @@
 """The server of the host's memory on an engine's `/metrics`, as the proxy reads it."""
 
-import time
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -13,7 +12,6 @@ from epd.routing.host_report import Host, read_host
 from tests.ec_store.arena.served import serving
 from tests.ec_store.waiting import until
 
-SLEEP = time.sleep
 ADDRESS = "shm+tls://host-a:8101"
 
 
@@ -72,9 +70,8 @@ def is_shown(registry: CollectorRegistry, host: Host) -> bool:
 
 @pytest.mark.fault(154)
 def test_an_engine_without_steps_names_a_server_that_starts_later_and_again(
-    vllm: Any, url: str, path: Path, registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
+    vllm: Any, url: str, path: Path, registry: CollectorRegistry
 ) -> None:
-    monkeypatch.setattr("ec_store.vllm_connector.host_info.time.sleep", lambda _: SLEEP(0.01))
     prom(vllm, url, registry)
     names = []
     for _ in range(2):
