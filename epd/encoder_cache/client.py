@@ -27,7 +27,7 @@ REFRESH_S = 5.0
 """Interval of reading the namespaces, and of retries to open the store."""
 
 MISSING_EVERY_S = 0.25
-"""Interval of retries to open a store that no engine has created yet."""
+"""Interval of retries while no engine has created the store, or its namespace in it."""
 
 OPEN_WITHIN_S = 2.0
 """Maximum wait for the store at the start of the proxy."""
@@ -263,6 +263,8 @@ class EncoderCache:
                 if self._problem is not None:
                     logger.info("the encoder store can be used")
                 self._problem = None
+                if not self._namespaces:
+                    again_s = min(MISSING_EVERY_S, again_s)
             except (StoreError, ValueError, OSError) as error:  # TimeoutError is an OSError
                 late = isinstance(error, TimeoutError)
                 self.operations[operation, "timeout" if late else "error"] += 1

@@ -18,6 +18,7 @@ import pytest
 
 from ec_store.arena.store import ArenaStore
 from ec_store.arena.url import ArenaOptions
+from ec_store.errors import StoreUnavailable
 from epd.routing.instances import Role
 from epd.tools.up.topology import Topology
 from scripts.forked import ForkedStack
@@ -80,6 +81,15 @@ class Hosts:
     remote: str
 
 
+def answers(memory: ArenaStore) -> bool:
+    """Return whether the server listens: its socket is there a moment earlier."""
+    try:
+        memory.namespaces()
+    except StoreUnavailable:
+        return False
+    return True
+
+
 @contextmanager
 def host(folder: Path, address: str, tier: str, models: Path) -> Iterator[Host]:
     """Start a memory that listens at an address, with an engine and a proxy that use it."""
@@ -92,8 +102,8 @@ def host(folder: Path, address: str, tier: str, models: Path) -> Iterator[Host]:
     with ExitStack() as opened:
         process = opened.enter_context(subprocess.Popen(command, env=environment()))
         opened.callback(process.terminate)
-        until(socket.exists)
         memory = opened.enter_context(ArenaStore(ArenaOptions(str(socket), timeout_s=20)))
+        until(lambda: answers(memory))
         stack = ForkedStack(
             models / VISION,
             Topology.parse("1epd"),

@@ -425,6 +425,18 @@ async def test_the_namespace_is_followed_when_it_changes(
         assert found == {"encoded": 1}
 
 
+async def test_the_first_namespace_of_a_store_is_found_before_the_interval_ends(
+    tmp_path: Path,
+) -> None:
+    url = (tmp_path / "store").as_uri()
+    with open_store(url) as store:
+        async with opened_cache(url, cache_settings(lease_s=1), refresh_s=300) as cache:
+            assert cache.namespace("m") is None
+            store.register_namespace("m", NAMESPACE)
+
+            await until(lambda: cache.namespace("m") == NAMESPACE)
+
+
 async def test_a_model_that_the_store_does_not_name_is_learnt_from_its_encoder(
     launch: Launch, backed: Backed, url: str
 ) -> None:
