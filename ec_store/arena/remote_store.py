@@ -42,6 +42,7 @@ class RemoteEndpoint:
 
     async def open(self, link: asyncio.Protocol) -> socket.socket:
         loop, options, tls = asyncio.get_running_loop(), self.options, self.tls
+        server_name = None if tls is None else options.server_name or options.host
         addresses = await loop.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)
         for number, (family, kind, protocol, _, address) in enumerate(addresses, 1):
             connection = socket.socket(family, kind, protocol)
@@ -49,10 +50,7 @@ class RemoteEndpoint:
             try:
                 await loop.sock_connect(connection, address)
                 await loop.create_connection(
-                    lambda: link,
-                    sock=connection,
-                    ssl=tls,
-                    server_hostname=options.host if tls is not None else None,
+                    lambda: link, sock=connection, ssl=tls, server_hostname=server_name
                 )
             except BaseException as error:
                 connection.close()

@@ -29,6 +29,7 @@ class RemoteOptions:
         secure: whether connections have TLS.
         key: key of the servers.
         ssl_ca_certs: file with the CAs that sign their certificates; None: the system's CAs.
+        server_name: name in their certificates; None: the host of each.
         timeout_s: upper bound of a call's duration, and of a connection.
     """
 
@@ -38,6 +39,7 @@ class RemoteOptions:
     key: str = field(default="", repr=False)
     ssl_ca_certs: str | None = None
     timeout_s: float = TIMEOUT_S
+    server_name: str | None = None
 
     def at(self, host: str, port: int) -> "RemoteOptions":
         """Return the same options for another server."""
@@ -59,18 +61,28 @@ def remote_options(url: str, environment: Mapping[str, str] = os.environ) -> Rem
         raise ValueError(f"the URL of another host's memory must be {parts.scheme}://host:port")
     if parts.username is not None or parts.password is not None:
         raise ValueError(f"the key is not in the URL: set {KEY_VARIABLE}")
-    known: dict[str, Any] = {"timeout": duration_s, "ssl_ca_certs": str}
+    known: dict[str, Any] = {"timeout": duration_s, "ssl_ca_certs": str, "server_name": str}
     given = parameters(url, known)
     secure = parts.scheme == "shm+tls"
-    if "ssl_ca_certs" in given and not secure:
-        raise ValueError("ssl_ca_certs needs a shm+tls:// URL")
+    for name in ("ssl_ca_certs", "server_name"):
+        if name in given and not secure:
+            raise ValueError(f"{name} needs a shm+tls:// URL")
+    if given.get("server_name") == "":
+        raise ValueError("server_name must not be empty")
     timeout_s = given.get("timeout", TIMEOUT_S)
     if timeout_s <= 0:
         raise ValueError("timeout must be greater than 0")
     key = environment.get(KEY_VARIABLE, "")
     check_key(key)
-    ca_certs = given.get("ssl_ca_certs")
-    return RemoteOptions(parts.hostname or "", port, secure, key, ca_certs, timeout_s)
+    return RemoteOptions(
+        parts.hostname or "",
+        port,
+        secure,
+        key,
+        given.get("ssl_ca_certs"),
+        timeout_s,
+        given.get("server_name"),
+    )
 
 
 def is_of_hosts(url: str) -> bool:

@@ -300,7 +300,14 @@ async def test_tls_verifies_the_server_by_its_name(path: Path, tmp_path: Path) -
         secure = {"secure": True, "host": "localhost", "ssl_ca_certs": str(authority.ca)}
         async with opened(host.options(**secure)) as store:
             await store.check()
-        for changes in ({"host": "127.0.0.1"}, {"ssl_ca_certs": None}):
+        by_name = {"host": "127.0.0.1", "server_name": "localhost"}
+        async with opened(host.options(**secure | by_name)) as store:
+            await store.check()
+        for changes in (
+            {"host": "127.0.0.1"},
+            {"server_name": "another"},
+            {"ssl_ca_certs": None},
+        ):
             async with opened(host.options(**secure | changes)) as store:
                 with pytest.raises(StoreUnavailable, match="certificate verify failed"):
                     await store.check()
@@ -353,7 +360,9 @@ def test_keys_are_compared_whole() -> None:
         ("shm+tcp://host:0", "host:port"),
         ("shm+tcp://host/path", "host:port"),
         ("shm+tcp://key@host", "not in the URL"),
-        ("shm+tcp://host?ssl_ca_certs=/ca", "needs a shm+tls"),
+        ("shm+tcp://host?ssl_ca_certs=/ca", "ssl_ca_certs needs a shm+tls"),
+        ("shm+tcp://host?server_name=store", "server_name needs a shm+tls"),
+        ("shm+tls://host?server_name=", "must not be empty"),
         ("shm+tls://host?timeout=0s", "greater than 0"),
         ("shm+tls://host?max_bytes=1GiB", "unknown parameter"),
     ],
@@ -364,8 +373,10 @@ def test_invalid_urls_are_refused(url: str, message: str) -> None:
 
 
 def test_urls_have_a_default_port_and_no_secret_is_shown() -> None:
-    options = remote_options("shm+tls://[::1]?ssl_ca_certs=/ca", {"EC_STORE_API_KEY": KEY})
+    url = "shm+tls://[::1]?ssl_ca_certs=/ca&server_name=store"
+    options = remote_options(url, {"EC_STORE_API_KEY": KEY})
 
+    assert options.at("10.0.0.1", 1).server_name == "store"
     assert (options.host, options.port, options.secure) == ("::1", 8101, True)
     assert KEY not in repr(options)
     for bad in ("", "ä", "x" * 513):
