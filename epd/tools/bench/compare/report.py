@@ -164,5 +164,7 @@ def _answers(results: Results) -> Iterator[str]:
     for name, arm in results.arms.items():
         for workload, each in arm.workloads.items():
             notes = "; ".join(dict.fromkeys(each.notes)).replace("|", "\\|").replace("\n", " ")
+            if isnan(each.distinct) and not each.compared and not notes:
+                continue
             counts = f"{_shown(each.distinct, 'd')} | {each.equal} | {each.compared}"
             yield f"| {name} | {workload} | {counts} | {_shown(each.farthest, '.4f')} | {notes} |"
