@@ -18,6 +18,7 @@ trap 'kill "$types" 2>/dev/null || true; rm -rf "$site"' EXIT
 .venv/bin/python scripts/metrics_reference.py --check
 .venv/bin/python scripts/model_matrix.py --check
 .venv/bin/python scripts/package_table.py --check
+.venv/bin/python scripts/published_reports.py --check
 .venv/bin/python scripts/config_reference.py --check
 NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet --site-dir "$site"
 wait "$types"

@@ -165,6 +165,7 @@ OF_MODULES: Mapping[str, Sequence[Spec]] = {
     "test_prefill_decode": [CONVERSING],
     "test_ranks": [SHARDED],
     "test_servers": [SERVERS],
+    "test_store_alone": [SERVERS],
     "test_traces": [TRACED],
 }
 """Stacks that the tests of a module run on; `ON_DISK` if it is not listed."""

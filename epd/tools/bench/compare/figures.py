@@ -14,7 +14,7 @@ SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Figures of a workload in one arm.
+    """Figures of a workload in one arm. NaN: not measured, as in reports of earlier tools.
 
     Attributes:
         at_once: number of clients.

@@ -77,8 +77,8 @@ def _ttft(measured: Measured) -> Iterator[str]:
             yield bars(f"{workload}, {at_once} at once", rows, [*measured])
             continue
         for kind in dict.fromkeys(kind for each in of_arms.values() for kind in each.ttft_ms):
-            medians = {name: each.ttft_ms.get(kind, 0.0) for name, each in of_arms.items()}
-            rows = {name: (median, median) for name, median in medians.items()}
+            timed = {name: each.ttft_ms for name, each in of_arms.items() if kind in each.ttft_ms}
+            rows = {name: (medians[kind], medians[kind]) for name, medians in timed.items()}
             yield bars(f"one at a time: {kind}", rows, [*measured])
     yield "</div>"
 

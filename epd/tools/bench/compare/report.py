@@ -3,7 +3,8 @@
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import datetime
+from datetime import date, datetime
+from math import isnan, nan
 from typing import Any
 
 import orjson
@@ -11,6 +12,8 @@ import orjson
 from epd.tools.bench.compare.figures import Figures
 from epd.tools.bench.compare.verdict import Measured
 from epd.tools.machine import machine, nvidia_devices, versions
+
+UNKNOWN = "not measured"
 
 
 @dataclass(slots=True)
@@ -28,12 +31,14 @@ class Results:
     """Results so far.
 
     Attributes:
+        command: empty: it is not known.
+        started_at: with the time of day, or the day alone.
         end: what cut the run off; empty: it is complete.
         tolerance: largest difference of log-probabilities of answers that count as equal.
     """
 
     command: Sequence[str]
-    started_at: datetime
+    started_at: date
     model: str
     scale: str
     tolerance: float
@@ -57,11 +62,13 @@ class Results:
         yield "machine", f"{gpus}; {has['cores']} cores of {has['cpu']}; {has['system']}"
         yield "software", f"{versions}, Python {has['python']}"
         yield "model, scale", f"{self.model}, {self.scale}"
-        yield "time", f"{self.started_at:%Y-%m-%d %H:%M} UTC"
-        yield "command", f"`{shlex.join(self.command)}`"
+        at = self.started_at
+        yield "time", f"{at:%Y-%m-%d %H:%M} UTC" if isinstance(at, datetime) else f"{at}"
+        yield "command", f"`{shlex.join(self.command)}`" if self.command else "not recorded"
         for name, arm in self.arms.items():
             ready = "did not start" if arm.ready_s is None else f"ready after {arm.ready_s:.0f} s"
-            yield f"`{name}`", f"`epd up {shlex.join(arm.flags)}`: {ready}"
+            flags = f"`epd up {shlex.join(arm.flags)}`: " if arm.flags else ""
+            yield f"`{name}`", flags + ready
 
     def json(self) -> bytes:
         content = {"kind": "compare", **asdict(self)}
@@ -110,7 +117,7 @@ def _by_kind(measured: Mapping[str, Figures]) -> Iterator[str]:
     yield f"| median TTFT, ms | {' | '.join(measured)} |"
     yield f"| --- |{' --- |' * len(measured)}"
     for kind in dict.fromkeys(kind for each in measured.values() for kind in each.ttft_ms):
-        cells = (f"{each.ttft_ms.get(kind, 0):.0f}" for each in measured.values())
+        cells = (_shown(each.ttft_ms.get(kind, nan), ".0f") for each in measured.values())
         yield f"| {kind} | {' | '.join(cells)} |"
     for name, figures in measured.items():
         if figures.items:
@@ -119,15 +126,20 @@ def _by_kind(measured: Mapping[str, Figures]) -> Iterator[str]:
 
 def _at_once(measured: Mapping[str, Figures]) -> Iterator[str]:
     asked = next(iter(measured.values()))
-    yield f"{asked.asked} requests, {asked.prompt_tokens:.0f} prompt tokens on average."
+    tokens = _shown(asked.prompt_tokens, ".0f")
+    yield f"{asked.asked} requests; prompt tokens on average: {tokens}."
     yield ""
     yield "| arm | requests/s | output tokens/s | TTFT p50, ms | TTFT p99, ms | failed | items |"
     yield "| --- | --- | --- | --- | --- | --- | --- |"
     for name, each in measured.items():
         yield (
-            f"| {name} | {each.requests_per_s:.2f} | {each.output_tokens_per_s:.0f} | "
+            f"| {name} | {each.requests_per_s:.2f} | {_shown(each.output_tokens_per_s, '.0f')} | "
             f"{each.ttft_p50_ms:.0f} | {each.ttft_p99_ms:.0f} | {each.failed} | {_items(each)} |"
         )
+
+
+def _shown(number: float, form: str) -> str:
+    return UNKNOWN if isnan(number) else format(number, form)
 
 
 def _items(figures: Figures) -> str:
@@ -140,10 +152,11 @@ def _items(figures: Figures) -> str:
 
 def _answers(results: Results) -> Iterator[str]:
     first = next(iter(results.arms), "")
+    tolerance = _shown(results.tolerance, "g")
     yield (
-        f"Compared with `{first}`: equal are the same tokens, with log-probabilities that differ "
-        f"by at most {results.tolerance:g}. At once, the requests of a batch differ from run to "
-        "run, which changes results in 16-bit types."
+        f"Compared with `{first}`: equal are the same tokens, with log-probabilities within a "
+        f"tolerance ({tolerance}). At once, the requests of a batch differ from run to run, which "
+        "changes results in 16-bit types."
     )
     yield ""
     yield "| arm | workload | distinct | equal | compared | farthest log-probability | notes |"
@@ -151,5 +164,7 @@ def _answers(results: Results) -> Iterator[str]:
     for name, arm in results.arms.items():
         for workload, each in arm.workloads.items():
             notes = "; ".join(dict.fromkeys(each.notes)).replace("|", "\\|").replace("\n", " ")
-            counts = f"{each.distinct} | {each.equal} | {each.compared}"
-            yield f"| {name} | {workload} | {counts} | {each.farthest:.4f} | {notes} |"
+            if isnan(each.distinct) and not each.compared and not notes:
+                continue
+            counts = f"{_shown(each.distinct, 'd')} | {each.equal} | {each.compared}"
+            yield f"| {name} | {workload} | {counts} | {_shown(each.farthest, '.4f')} | {notes} |"
