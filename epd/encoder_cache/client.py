@@ -193,11 +193,11 @@ class EncoderCache:
                 self._leased[info.key] = until_s
 
     async def stats(self) -> StoreStats | None:
-        """Return the metrics of the store; None if it cannot be read, or is bypassed.
+        """Return the metrics of the store; None if it cannot be read.
 
-        No request waits for it: it has only the store's own timeout, and opens no circuit.
+        No request waits for it. It has only the store's own timeout, and no part in the circuits.
         """
-        if self._store is None or self._reading.open:
+        if self._store is None:
             return None
         try:
             return await self._store.stats()

@@ -168,8 +168,9 @@ def _stores(stores: Sequence[StoreShown], most: int | None) -> Iterable[Text]:
 def _store(store: StoreShown) -> Text:
     used_bytes, quota_bytes = store["bytes"], store["max_bytes"]
     name = f"Store {strip_control(store['name'])} "
+    bypassed = ", requests bypass it" if store["bypassed"] else ""
     if not store["known"] or used_bytes is None:
-        return Text.assemble(name, ("unknown: the store does not answer", "yellow"))
+        return Text.assemble(name, (f"unknown: no answer from the store{bypassed}", "yellow"))
     graph, size = "", f"{bytes_text(used_bytes)}, no quota"
     if quota_bytes:
         graph = f"{bar(used_bytes / quota_bytes, STORE_BAR):░<{STORE_BAR}} "
@@ -179,7 +180,7 @@ def _store(store: StoreShown) -> Text:
         "entries unknown" if entries is None else f"{entries:,} entries",
         "evictions unknown" if evictions is None else plural(evictions, "eviction"),
     ]
-    return Text.assemble(name, (graph, "yellow"), (size, "bold"), ", ", ", ".join(facts))
+    return Text.assemble(name, (graph, "yellow"), (size, "bold"), ", ", ", ".join(facts), bypassed)
 
 
 def _instances(

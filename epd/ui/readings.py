@@ -116,7 +116,12 @@ class Readings:
         """Return the values, and begin to read those that are due."""
         now_s = self._clock()
         self._uses.look()
-        self._find_stores()
+        caches = dict(islice(self._caches().items(), MAX_STORES))
+        # A server that was closed, and is named again, has another client.
+        self._stores = {
+            (name, id(cache)): self._stores.get((name, id(cache))) or Reading(cache.stats, STORE_S)
+            for name, cache in caches.items()
+        }
         self._find_instances()
         begun = [reading.begin_if_due(now_s) for reading in self._stores.values()]
         idle = [reading for reading in self._versions.values() if not reading.busy]
@@ -127,17 +132,11 @@ class Readings:
                 free -= reading.busy
         if first := [task for task in begun if task is not None]:
             await asyncio.wait(first, timeout=FIRST_S)
-        return Looked(
-            [_store(name, reading.value) for (name, _), reading in self._stores.items()],
-            self._engines(),
-        )
-
-    def _find_stores(self) -> None:
-        # A server that was closed, and is named again, has another client.
-        self._stores = {
-            (name, id(cache)): self._stores.get((name, id(cache))) or Reading(cache.stats, STORE_S)
-            for name, cache in islice(self._caches().items(), MAX_STORES)
-        }
+        stores = [
+            _store(name, reading.value, bypassed=any(cache.open_circuits.values()))
+            for (name, cache), reading in zip(caches.items(), self._stores.values(), strict=True)
+        ]
+        return Looked(stores, self._engines())
 
     def _find_instances(self) -> None:
         up = {
@@ -178,12 +177,13 @@ class Readings:
         return shown
 
 
-def _store(name: str, stats: StoreStats | None) -> StoreShown:
+def _store(name: str, stats: StoreStats | None, *, bypassed: bool) -> StoreShown:
     """Return the use of a store. Evictions of other processes are known only of a memory."""
     memory = None if stats is None else stats.memory
     return StoreShown(
         name=urlsplit(name).netloc or name,
         known=stats is not None,
+        bypassed=bypassed,
         entries=None if stats is None else stats.entries,
         bytes=None if stats is None else stats.bytes,
         max_bytes=None if stats is None else stats.max_bytes,

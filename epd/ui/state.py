@@ -155,12 +155,13 @@ class InstanceShown(Latency, InstanceState, EngineShown):
 class StoreShown(TypedDict):
     """Use of an encoder store; None if it is unknown, and without `known` if it does not answer.
 
-    `name` is the kind of the store, or the address of a host's memory. `refused` counts writes that
-    found no room.
+    `name` is the kind of the store, or the address of a host's memory. `bypassed`: requests skip
+    it for some seconds, because it failed. `refused` counts writes that found no room.
     """
 
     name: str
     known: bool
+    bypassed: bool
     entries: int | None
     bytes: int | None
     max_bytes: int | None

@@ -187,6 +187,7 @@ async def test_the_state_has_the_use_of_the_store(launch: Launch, tmp_path: Path
         {
             "name": "file",
             "known": True,
+            "bypassed": False,
             "entries": 1,
             "bytes": used.bytes,
             "max_bytes": 2**20,

@@ -175,6 +175,7 @@ def used_store(name: str, share: float | None) -> StoreShown:
     return StoreShown(
         name=name,
         known=known,
+        bypassed=not known,
         entries=1234 if known else None,
         bytes=round(4e9 * share) if share is not None else None,
         max_bytes=4_000_000_000 if known else None,

@@ -260,7 +260,7 @@ async def test_each_memory_of_a_host_has_a_bar_and_unknown_is_not_0(
         await expect(full).to_contain_text("10.0.0.1:7000")
         await expect(full).to_contain_text("1,234 entries · 56 evictions · 3 writes refused")
         await expect(silent.locator("b")).to_have_text("unknown")
-        await expect(silent).to_contain_text("the store does not answer")
+        await expect(silent).to_contain_text("no answer from the store · requests bypass it")
         await expect(silent.get_by_role("meter")).to_have_count(0)
 
         assert not re.search(r"\b0\b", await silent.locator("span").inner_text())
@@ -302,6 +302,9 @@ async def test_instances_show_their_reports_and_a_common_version_once(
         await expect(card.locator(".facts")).to_contain_text("prefix hits 72 %")
         await expect(looked.page.locator("#fleet")).to_have_text("vLLM 0.33.0")
         await expect(card.locator(".version")).to_be_empty()
+    state["instances"][0] |= {"version": None}  # an unknown version is not another one
+    async with tab(stack.url, state=state) as looked:
+        await expect(looked.page.locator("#fleet")).to_have_text("vLLM 0.33.0")
     decode |= {"version": "0.34.0", "waiting": None, "kv_usage": None, "prefix_hits": None}
     decode |= {"prompt_tokens": 100, "prefix_tokens": 80}
     async with tab(stack.url, state=state) as looked:

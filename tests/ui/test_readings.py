@@ -23,6 +23,7 @@ class FakeCache:
 
     def __init__(self) -> None:
         self.reads = 0
+        self.open_circuits = {"store_questions": False}
         self.answer: Callable[[], Awaitable[StoreStats | None]] = self.answers
 
     async def stats(self) -> StoreStats | None:
@@ -137,6 +138,16 @@ async def test_a_store_that_fails_is_unknown_until_it_answers() -> None:
         assert not (await parts.stores())[0]["known"]  # it does not wait for the read
 
         assert (await parts.stores())[0]["known"]
+
+
+async def test_a_store_that_requests_bypass_is_still_read() -> None:
+    parts = Parts()
+    [cache] = parts.caches.values()
+    cache.open_circuits["store_questions"] = True
+    async with parts.readings:
+        [store] = await parts.stores()
+
+    assert (store["known"], store["bypassed"]) == (True, True)
 
 
 async def test_a_value_of_an_earlier_reader_is_not_shown() -> None:

@@ -23,8 +23,8 @@ export function instances({ instances: all, workers }) {
   most = Math.max(LEAST_SCALE, ...all.map((one) => one.requests));
   const names = [...new Set(all.map((one) => one.role))];
   // A version that all have is shown once.
-  const versions = new Set(all.map((one) => one.version));
-  const common = versions.size === 1 && all[0].version ? [`vLLM ${all[0].version}`] : [];
+  const versions = [...new Set(all.map((one) => one.version).filter(Boolean))];
+  const common = versions.length === 1 ? [`vLLM ${versions[0]}`] : [];
   const shown = common.length ? all.map((one) => ({ ...one, version: null })) : all;
   columns.show(names.map((name) => ({ name, all: shown.filter((one) => one.role === name) })), (column) => column.name);
   const processes = workers > 1 ? [plural(workers, "proxy process", "proxy processes")] : [];

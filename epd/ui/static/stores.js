@@ -46,11 +46,12 @@ function sizeOf({ known, bytes: used, max_bytes }) {
   return max_bytes == null ? `${bytes(used)}, no quota` : `${bytes(used)} of ${bytes(max_bytes)}`;
 }
 
-function factsOf({ known, entries, evictions, refused }) {
-  if (!known) return ["the store does not answer"];
-  const facts = [
-    entries == null ? "entries unknown" : plural(entries, "entry", "entries"),
-    evictions == null ? "evictions unknown" : plural(evictions, "eviction"),
+function factsOf({ known, bypassed, entries, evictions, refused }) {
+  return [
+    ...(known ? [] : ["no answer from the store"]),
+    ...(bypassed ? ["requests bypass it"] : []),
+    ...(known ? [entries == null ? "entries unknown" : plural(entries, "entry", "entries")] : []),
+    ...(known ? [evictions == null ? "evictions unknown" : plural(evictions, "eviction")] : []),
+    ...(refused ? [`${plural(refused, "write")} refused, no room`] : []),
   ];
-  return refused ? [...facts, `${plural(refused, "write")} refused, no room`] : facts;
 }
