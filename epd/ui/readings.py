@@ -170,7 +170,6 @@ class Readings:
             shown[url] = EngineShown(
                 version=None if version is None else version.value,
                 waiting=None if report is None else report.waiting,
-                running=None if report is None else report.running,
                 kv_usage=use.kv_usage,
                 prefix_hits=use.prefix_hits,
             )

@@ -77,15 +77,13 @@ class Totals(TypedDict):
     """Totals since the start of the proxy; `in_flight` and `queued` are current values.
 
     `media` counts items by the form in which they were sent to prefill and decode. `failed` counts
-    5xx, `rejected` 4xx, `left` 499. `refused` is the part of both that admission control rejected.
-    `quarantined` is the current number of tenants in quarantine, counted by each worker.
+    5xx, `rejected` 4xx without 499, with which the client disconnected. `quarantined` is
+    the current number of tenants in quarantine, counted by each worker.
     """
 
     requests: int
     failed: int
     rejected: int
-    left: int
-    refused: int
     in_flight: int
     queued: int
     quarantined: int
@@ -131,14 +129,13 @@ class StageShown(Latency):
 class EngineShown(TypedDict):
     """Report of an instance about itself; None if it is unknown.
 
-    `waiting` and `running` count its requests of all proxies. `kv_usage` is the share of its KV
+    `waiting` counts its queued requests of all proxies. `kv_usage` is the share of its KV
     blocks in use, `prefix_hits` the share of prompt tokens found in its prefix cache since it has
     started. Both are read only while the page is.
     """
 
     version: str | None
     waiting: int | None
-    running: int | None
     kv_usage: float | None
     prefix_hits: float | None
 
@@ -361,7 +358,7 @@ def _flow(stage: str, snapshots: Iterable[Snapshot], now_s: float) -> Flow:
     return Flow(samples, rates)
 
 
-NO_ENGINE = EngineShown(version=None, waiting=None, running=None, kv_usage=None, prefix_hits=None)
+NO_ENGINE = EngineShown(version=None, waiting=None, kv_usage=None, prefix_hits=None)
 
 
 def _instances(
@@ -442,7 +439,6 @@ def metric_totals(families: Iterable[Metric]) -> Totals:
     for name, labels, value, *_ in samples:
         if name == "epd_requests_total" and is_work(labels["path"]):
             statuses[int(labels["status"])] += int(value)
-    left = statuses[CLIENT_CLOSED]
     failed = sum(statuses[status] for status in statuses if status >= SERVER_ERROR)
     client_errors = sum(
         statuses[status] for status in statuses if CLIENT_ERROR <= status < SERVER_ERROR
@@ -450,9 +446,7 @@ def metric_totals(families: Iterable[Metric]) -> Totals:
     return Totals(
         requests=statuses.total(),
         failed=failed,
-        rejected=client_errors - left,
-        left=left,
-        refused=count("epd_requests_refused_total"),
+        rejected=client_errors - statuses[CLIENT_CLOSED],
         in_flight=count("epd_requests_in_flight"),
         queued=count("epd_requests_queued"),
         quarantined=count("epd_quarantined_tenants"),

@@ -163,7 +163,6 @@ def engine(number: int) -> EngineShown:
     return EngineShown(
         version="0.33.0",
         waiting=number % 3,
-        running=number,
         kv_usage=0.1 * (number % 10),
         prefix_hits=0.72,
     )
