@@ -281,7 +281,7 @@ async def test_stages_have_bars_on_a_scale_and_no_rows_without_data(
         await expect(rows.locator("th")).to_have_text(
             [re.compile(name) for name in ("store", "encode", "prefill", "decode")]
         )
-        await expect(looked.page.locator("#latency .ends")).to_have_text("0100 ms")
+        await expect(looked.page.locator("#latency-end")).to_have_text("100 ms")
         widths = await rows.locator("rect.p50").evaluate_all(
             "all => all.map((e) => Number(e.getAttribute('width')))"
         )
@@ -406,6 +406,16 @@ async def test_figures_are_written_as_epd_top_writes_them(stack: Stack, tab: Tab
     assert len(values) > 100
     for value, texts in zip(values, written, strict=True):
         assert texts == [seconds_text(value), bytes_text(value), rate_text(value)], value
+
+
+async def test_the_end_of_a_scale_has_no_needless_zeros(stack: Stack, tab: Tabs) -> None:
+    async with tab(stack.url) as looked:
+        shown = await looked.page.evaluate(
+            'async (values) => values.map((await import("/ui/format.js")).scaleEnd)',
+            [0.001, 0.0012, 0.08, 0.1, 2, 2.5],
+        )
+
+    assert shown == ["1 ms", "1.2 ms", "80 ms", "100 ms", "2 s", "2.5 s"]
 
 
 @pytest.mark.parametrize("longest_s", [0.0, 0.0004, 0.001, 0.0999, 0.1, 0.5, 0.51, 7.3, 3600.0])

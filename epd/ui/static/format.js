@@ -36,6 +36,9 @@ export function scale(longest_s) {
   return unit * [1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10].find((step) => longest_s <= step * unit * 1.0001);
 }
 
+// The end of a scale as text: a round number needs no zeros.
+export const scaleEnd = (end_s) => seconds(end_s).replace(/\.0+ /, " ");
+
 export const host = (url) => url.replace(/^https?:\/\//, "");
 
 export const role = (name) => name[0].toUpperCase() + name.slice(1).replace("_", " and ");

@@ -1,7 +1,7 @@
 // Latency of each stage, as figures and as bars on a common scale.
 
 import { by, el, Keyed, say, set, svg } from "./dom.js";
-import { count, rate, scale, seconds } from "./format.js";
+import { count, rate, scale, scaleEnd, seconds } from "./format.js";
 
 const rows = new Keyed(by("latency").tBodies[0], make, update);
 let end_s = 0.001;
@@ -9,7 +9,7 @@ let end_s = 0.001;
 export function latency({ stages }) {
   const shown = stages.filter((one) => one.count);
   end_s = scale(Math.max(...shown.map((one) => one.p99_s ?? 0), 0));
-  say(by("latency-end"), seconds(end_s));
+  say(by("latency-end"), scaleEnd(end_s));
   rows.show(shown, (one) => one.stage);
   by("latency").hidden = !shown.length;
   by("no-latency").hidden = shown.length > 0;
