@@ -17,6 +17,7 @@ from ec_store.arena.fields import (
     namespaces_of,
     of_each,
     release_request,
+    stats_of,
 )
 from ec_store.arena.index import Refusal
 from ec_store.arena.protocol import (
@@ -24,9 +25,11 @@ from ec_store.arena.protocol import (
     Delete,
     End,
     Find,
+    GetStats,
     Register,
 )
 from ec_store.arena.url import ArenaOptions
+from ec_store.base import StoreStats
 from ec_store.entry import Entry, EntryInfo
 from ec_store.errors import StoreUnavailable
 from ec_store.keys import EntryKey
@@ -92,6 +95,11 @@ class AsyncArenaStore:
 
     async def namespaces(self) -> Mapping[str, str]:
         return namespaces_of(await self._connection.call(Register(b"", b"")))
+
+    async def stats(self) -> StoreStats:
+        """Return the metrics of the memory. This process reads and writes no payloads."""
+        counts = dict.fromkeys(("hits", "misses", "puts", "drops", "corrupt"), 0)
+        return stats_of(await self._connection.call(GetStats()), counts)
 
     async def close(self) -> None:
         await self._connection.close()

@@ -1,14 +1,22 @@
 """Fields of messages, made from keys, names and entries, and read back."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import orjson
 
-from ec_store.arena.protocol import LONGEST_S, MAX_KEYS, ClaimKeys, Find, NamespaceList, Release
-from ec_store.base import LONGEST_CLAIM_S
+from ec_store.arena.protocol import (
+    LONGEST_S,
+    MAX_KEYS,
+    ClaimKeys,
+    Find,
+    NamespaceList,
+    Release,
+    Stats,
+)
+from ec_store.base import LONGEST_CLAIM_S, StoreStats
 from ec_store.entry import KNOWN_HEADERS, SHORT_BYTES, EntryInfo, HeldEntry, payload_bytes
 from ec_store.errors import CorruptEntry, StoreUnavailable
 from ec_store.keys import EntryKey, digest_of, owner_bytes
@@ -156,6 +164,19 @@ def found_or_claimed(
 def namespaces_of(reply: NamespaceList) -> dict[str, str]:
     """Return the registered namespace of each model."""
     return {decode_name(model): decode_name(name) for model, name in reply.namespaces.items()}
+
+
+def stats_of(reply: Stats, counts: Mapping[str, int]) -> StoreStats:
+    """Return the metrics of a memory, with this process's counts of the other events."""
+    return StoreStats(
+        entries=reply.entries,
+        bytes=reply.taken_bytes,
+        max_bytes=reply.size_bytes,
+        leased=reply.leased,
+        tiers={name: msgspec.structs.asdict(tier) for name, tier in reply.tiers.items()},
+        **({**counts} | {"evictions": reply.evictions}),
+        memory=reply.memory,
+    )
 
 
 def encode_name(text: str) -> bytes:

@@ -15,7 +15,7 @@ from ec_store.base import MemoryStats
 from ec_store.entry import MAX_HEADER_BYTES
 from ec_store.keys import MAX_OWNER_BYTES, MAX_PART_BYTES
 
-VERSION = 4
+VERSION = 5
 """Version of these messages. A server and a client of different versions refuse each other."""
 
 MAX_KEYS = 4096

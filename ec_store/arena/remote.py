@@ -1,4 +1,4 @@
-"""Server of an arena for proxies of other hosts: look-ups, leases and claims, over TCP.
+"""Server of an arena for proxies of other hosts: look-ups, leases, claims and its use, over TCP.
 
 It gives no memory and no descriptor, reads and writes no entry, and deletes none. The first message
 has the server's key. What a proxy has claimed belongs to its connection, as on the Unix socket.
@@ -12,7 +12,10 @@ import time
 from collections import Counter
 from collections.abc import Collection
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
+
+from msgspec import structs
 
 from ec_store.access import is_key
 from ec_store.arena.protocol import (
@@ -20,10 +23,12 @@ from ec_store.arena.protocol import (
     BadMessage,
     ClaimKeys,
     Find,
+    GetStats,
     Hello,
     Register,
     Release,
     Reply,
+    Stats,
     Welcome,
     encode,
 )
@@ -132,7 +137,10 @@ class RemoteServer:
         """
         if not _is_permitted(request):
             raise BadMessage(f"over TCP there is no {type(request).__name__}")
-        return self._server.answer(session, request, claimed_elsewhere)
+        reply = self._server.answer(session, request, claimed_elsewhere)
+        if isinstance(reply, Stats):  # the processes of this host concern no other
+            return structs.replace(reply, memory=replace(reply.memory, uses=[]))
+        return reply
 
     def answer_hits(self, session: Session, request: AnyRequest) -> Reply | None:
         return self._server.answer_hits(session, request)
@@ -218,7 +226,7 @@ class RemoteServer:
 
 def _is_permitted(request: AnyRequest) -> bool:
     match request:
-        case Find() | ClaimKeys() | Release() | Register(model=b""):
+        case Find() | ClaimKeys() | Release() | Register(model=b"") | GetStats():
             return True
     return False
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from typing import Any, NamedTuple, TypeVar
 
-import msgspec
 import numpy as np
 
 from ec_store.arena.checksums import checksum_of
@@ -28,6 +27,7 @@ from ec_store.arena.fields import (
     parse_header,
     read_header,
     release_request,
+    stats_of,
 )
 from ec_store.arena.index import Refusal
 from ec_store.arena.memory import Bytes, copy_in, copy_out
@@ -198,16 +198,7 @@ class ArenaStore(Store):
             yield replace(_listed(row), problem=self._problem(row.digest, fix=fix))
 
     def stats(self) -> StoreStats:
-        stats = self._ask(GetStats())
-        return StoreStats(
-            entries=stats.entries,
-            bytes=stats.taken_bytes,
-            max_bytes=stats.size_bytes,
-            leased=stats.leased,
-            tiers={name: msgspec.structs.asdict(tier) for name, tier in stats.tiers.items()},
-            **(self._process_counts() | {"evictions": stats.evictions}),
-            memory=stats.memory,
-        )
+        return stats_of(self._ask(GetStats()), self._process_counts())
 
     def register_namespace(self, model: str, namespace: str) -> None:
         self._ask(Register(encode_name(model), encode_name(namespace)))

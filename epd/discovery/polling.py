@@ -128,8 +128,12 @@ def poll_metrics(  # noqa: PLR0913, PLR0917 - what it reports to
     upstream: Upstream,
     config: ConfigFields,
     background: Background,
+    note_page: Callable[[str, bytes], None] = lambda *_: None,
 ) -> AbstractAsyncContextManager[None]:
-    """Ask for metrics in the background, every `load_interval_s`, until the context exits."""
+    """Ask for metrics in the background, every `load_interval_s`, until the context exits.
+
+    `note_page` gets each page that was read, with the URL of its instance.
+    """
     if not (interval_s := config.load_interval_s):
         return nullcontext()
 
@@ -140,6 +144,7 @@ def poll_metrics(  # noqa: PLR0913, PLR0917 - what it reports to
         page = await _page(instance, upstream, config.health_timeout_s)
         if page is None:
             return None
+        note_page(instance.url, page)
         return _MetricsPage(
             read_report(page), read_namespace(page), writes_outputs(page), read_host(page)
         )

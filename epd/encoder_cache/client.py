@@ -14,6 +14,7 @@ from typing import Any, Literal, Self, TypeVar
 import structlog
 
 from ec_store.arena.aio_store import AsyncArenaStore
+from ec_store.base import StoreStats
 from ec_store.bounded import BoundedDict
 from ec_store.concurrency import OPEN_S, Breaker
 from ec_store.entry import EntryInfo
@@ -190,6 +191,18 @@ class EncoderCache:
         for info in infos or ():
             if info is not None:
                 self._leased[info.key] = until_s
+
+    async def stats(self) -> StoreStats | None:
+        """Return the metrics of the store; None if it cannot be read.
+
+        No request waits for it. It has only the store's own timeout, and no part in the circuits.
+        """
+        if self._store is None:
+            return None
+        try:
+            return await self._store.stats()
+        except (StoreError, ValueError):
+            return None
 
     async def release(self, keys: Sequence[EntryKey], owner: str) -> None:
         if keys:

@@ -112,6 +112,11 @@ class HostStores:
         return {host.address: entries for host, entries in pairs if entries is not None}
 
     @property
+    def caches(self) -> Mapping[str, EncoderCache]:
+        """The client of each server, by address."""
+        return {address: server.claims.cache for address, server in self._servers.items()}
+
+    @property
     def operations(self) -> Counter[tuple[Operation, Result]]:
         """Number of operations on all servers, by operation and result."""
         counters = [server.claims.cache.operations for server in self._servers.values()]

@@ -5,7 +5,7 @@ This module is the composition root of the proxy: it is the only one that knows 
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext
 from functools import cache, partial
 from typing import NamedTuple
@@ -100,11 +100,14 @@ from epd.transfer.ec import ECTransfer
 from epd.transfer.kv import KVTransfer
 from epd.transfer.registry import load_ec_transfer, load_kv_transfer
 from epd.ui.dashboard import Board
+from epd.ui.engine_use import EngineUses
+from epd.ui.readings import Readings
 from epd.ui.recent import Recent
 from epd.upstream import Upstream
 from epd.workers.worker import WorkerSlot
 
 RECENT = web.AppKey("recent", Recent)
+ENGINE_USES = web.AppKey("engine_uses", EngineUses)
 
 GONE = (HealthState.DOWN, "removed")
 """States of an instance after which its engine and its KV blocks may be lost."""
@@ -150,6 +153,7 @@ def create_app(
     app[METRICS] = MetricsObserver(app[ADMISSION], *pages)
     app[BACKGROUND] = Background(app[METRICS].background_failed)
     app[RECENT] = Recent()
+    app[ENGINE_USES] = EngineUses()
     app[DRAIN] = Drain()
     app[DIRECT] = direct(app, api_routes.answer_request)
     observing: tuple[Observer, ...] = (app[METRICS], app[RECENT])
@@ -185,10 +189,12 @@ async def build_components(
         # Of the URL of a store, only the scheme: the rest may hold a password.
         store = None if config.ec_store is None else urlsplit(config.ec_store).scheme
         boards = () if slot is None else (slot.shared.recents, slot.index)
-        app[BOARD] = Board(app[RECENT], fleet.table, metrics, store, *boards)
+        caches = partial(_caches, store, cache, stores)
+        readings = Readings(fleet.table, upstream, caches, app[ENGINE_USES])
+        app[BOARD] = Board(app[RECENT], fleet.table, metrics, store, readings, *boards)
         metrics.add_source(partial(store_metrics, cache or stores))
         metrics.add_source(partial(conversation_metrics, conversations))
-        async with _written_pages(metrics, app[BOARD], background):
+        async with readings, _written_pages(metrics, app[BOARD], background):
             yield
 
 
@@ -207,6 +213,15 @@ def _host_stores(
     if config.ec_store is None or not is_of_hosts(config.ec_store):
         return nullcontext()
     return HostStores(remote_options(config.ec_store), config, background)
+
+
+def _caches(
+    kind: str | None, cache: EncoderCache | None, stores: HostStores | None
+) -> Mapping[str, EncoderCache]:
+    """Return the client of each store of now, by the store's name."""
+    if stores is not None:
+        return stores.caches
+    return {} if cache is None or kind is None else {kind: cache}
 
 
 class _Instances(NamedTuple):
@@ -250,7 +265,15 @@ async def _instances(
     async with (
         membership(config, registry, upstream, background, sources) as registrations,
         probe_periodically(table, upstream, config, background),
-        poll_metrics(table, fleet.namespaces, fleet.hosts, upstream, config, background),
+        poll_metrics(
+            table,
+            fleet.namespaces,
+            fleet.hosts,
+            upstream,
+            config,
+            background,
+            app[ENGINE_USES].note_page,
+        ),
         _kv_events(table, config, background) as event_counts,
     ):
         app[TABLE], app[KV_TRANSFER] = table, transfer

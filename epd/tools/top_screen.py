@@ -4,13 +4,13 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from epd.ui.formats import plural, rate_text, seconds_text
+from epd.ui.formats import bytes_text, plural, rate_text, seconds_text
 from epd.ui.recent import Notice, Outcome, RecentRequest
-from epd.ui.state import WORST, InstanceShown, StageShown, UiState
+from epd.ui.state import WORST, Durations, InstanceShown, StageShown, StoreShown, UiState
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 
@@ -56,6 +56,13 @@ COLORS = {
 }
 OUTCOMES: Mapping[Outcome, str] = {"ok": "", "rejected": "yellow", "left": "dim", "failed": "red"}
 BAR = 6
+STORE_BAR = 12
+SHOWN_STORES = 2
+"""Number of stores in a frame with a height."""
+TALL = 20
+"""Minimum height of a frame with durations and stores, in lines."""
+SPARK = 12
+"""Number of seconds in the graph of requests."""
 MIN_BARS = 10
 WIDE = 80
 """Minimum width of a frame with the latencies of instances, in columns."""
@@ -86,9 +93,12 @@ def frame(
     if state is None:
         return Text(strip_control(failure) or "waiting", "red" if failure else "")
     stages = [stage for stage in state["stages"] if stage["count"]]
-    head = [*_head(state, failure)]
-    for line in head:
-        line.truncate(width, overflow="ellipsis")
+    console = Console(width=width)
+    lines = [*_head(state, failure)]
+    if height is None or height >= TALL:
+        lines += _durations(state)
+        lines += _stores(state["stores"], None if height is None else SHOWN_STORES)
+    head = [part for line in lines for part in line.wrap(console, width)]
     room = _room(state, len(stages), None if height is None else height - len(head))
     parts: list[RenderableType] = [*head]
     parts += _instances(state["instances"], room.instances, width)
@@ -124,13 +134,53 @@ def _head(state: UiState, failure: str) -> Iterable[Text]:
     failed, rejected = minute["failed"], minute["rejected"]
     yield Text.assemble(
         (f"{rate_text(state['per_s'])}/s ", "bold"),
-        (spark([second["requests"] for second in state["seconds"][-20:]]), "cyan"),
-        f"  {totals['in_flight']} in flight  {totals['queued']} queued  ",
-        (f"{failed} failed", "bold red" if failed else "dim"),
+        (spark([second["requests"] for second in state["seconds"][-SPARK:]]), "cyan"),
+        f" {totals['in_flight']:,} in flight, {totals['queued']:,} queued; last minute: ",
+        (f"{failed:,} failed", "bold red" if failed else "dim"),
         ", ",
-        (f"{rejected} rejected", "yellow" if rejected else "dim"),
-        " in the last minute",
+        (f"{rejected:,} rejected", "yellow" if rejected else "dim"),
     )
+
+
+def _durations(state: UiState) -> Iterable[Text]:
+    shown = Text()
+    if (stream := state["first_token"])["count"]:
+        shown.append_text(_quantiles("TTFT", stream))
+        shown.append(f" of {plural(stream['count'], 'stream')}; ")
+    if (whole := state["answered"])["count"]:
+        shown.append_text(_quantiles("request", whole))
+    if shown:
+        yield shown
+
+
+def _quantiles(title: str, shown: Durations) -> Text:
+    p50, p90 = seconds_text(shown["p50_s"]), seconds_text(shown["p90_s"])
+    return Text.assemble(f"{title} ", (f"p50 {p50}, p90 {p90}", "bold"))
+
+
+def _stores(stores: Sequence[StoreShown], most: int | None) -> Iterable[Text]:
+    for store in stores[:most]:
+        yield _store(store)
+    if most is not None and len(stores) > most:
+        yield Text(f"and {plural(len(stores) - most, 'store')} more", "dim")
+
+
+def _store(store: StoreShown) -> Text:
+    used_bytes, quota_bytes = store["bytes"], store["max_bytes"]
+    name = f"Store {strip_control(store['name'])} "
+    bypassed = ", requests bypass it" if store["bypassed"] else ""
+    if not store["known"] or used_bytes is None:
+        return Text.assemble(name, (f"unknown: no answer from the store{bypassed}", "yellow"))
+    graph, size = "", f"{bytes_text(used_bytes)}, no quota"
+    if quota_bytes:
+        graph = f"{bar(used_bytes / quota_bytes, STORE_BAR):░<{STORE_BAR}} "
+        size = f"{bytes_text(used_bytes)} of {bytes_text(quota_bytes)}"
+    entries, evictions = store["entries"], store["evictions"]
+    facts = [
+        "entries unknown" if entries is None else f"{entries:,} entries",
+        "evictions unknown" if evictions is None else plural(evictions, "eviction"),
+    ]
+    return Text.assemble(name, (graph, "yellow"), (size, "bold"), ", ", ", ".join(facts), bypassed)
 
 
 def _instances(

@@ -14,8 +14,9 @@ from epd.observe.metrics import MetricsObserver
 from epd.routing.instances import Role
 from epd.routing.table import InstanceTable
 from epd.shared_page import Pace, SharedPage, WorkerPages
+from epd.ui.readings import Readings
 from epd.ui.recent import InstanceState, Recent, Snapshot
-from epd.ui.state import Moment, metric_totals, state
+from epd.ui.state import Looked, Moment, metric_totals, state
 
 FRESH_S = 0.5
 """Lifetime of a document, in seconds: at most two are made per second, for all readers."""
@@ -27,6 +28,7 @@ class Board:
     """State of this process and, through shared pages, of all workers.
 
     Attributes:
+        readings: what is read for readers of the page alone.
         pages: pages of the workers; None for a single one.
     """
 
@@ -36,19 +38,21 @@ class Board:
         table: InstanceTable,
         metrics: MetricsObserver,
         store: str | None,
+        readings: Readings,
         pages: Sequence[SharedPage] = (),
         index: int = 0,
         pace: Pace = PACE,
     ) -> None:
         """Make the board of a process.
 
-        `store` is the kind of the encoder store. With several workers, `pages` has the page of
-        each, this worker's at `index`.
+        `store` is the kind of the encoder store, and `readings` has its use. With several workers,
+        `pages` has the page of each, this worker's at `index`.
         """
         self._recent = recent
         self._table = table
         self._metrics = metrics
         self._store = store
+        self.readings = readings
         self._poll_s = pace.poll_s
         self.pages = WorkerPages(pages, index, self._known, "requests", pace) if pages else None
         self._made_s = -FRESH_S
@@ -61,14 +65,15 @@ class Board:
             if time.monotonic() - self._made_s >= FRESH_S:
                 if self.pages is not None and not self.pages.ask():
                     await asyncio.sleep(2 * self._poll_s)  # for the workers that begin to write
-                self._made_s, self._made = time.monotonic(), self._document()
+                looked = await self.readings.look()
+                self._made_s, self._made = time.monotonic(), self._document(looked)
         return self._made
 
-    def _document(self) -> bytes:
+    def _document(self, looked: Looked) -> bytes:
         snapshots = [self._known(), *(self.pages.others() if self.pages is not None else ())]
         totals = metric_totals(self._metrics.collect_all())
         now = Moment(time.monotonic(), time.time())
-        return orjson.dumps(state(snapshots, totals, self._store, now))
+        return orjson.dumps(state(snapshots, totals, self._store, now, looked))
 
     def _known(self) -> Snapshot:
         under_way = self._table.under_way

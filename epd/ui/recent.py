@@ -22,7 +22,7 @@ KEPT_CHANGES = 16
 """Upper bound of the kept changes of instances. They have a buffer of their own, so that failed
 requests cannot evict the removal of an instance."""
 KEPT_SAMPLES = 512
-"""Upper bound of the kept samples of each stage."""
+"""Upper bound of the kept samples of each stage, and of those of whole requests."""
 KEPT_SECONDS = 120
 
 SHOWN_SPANS = 16
@@ -46,6 +46,11 @@ Outcome = Literal["ok", "rejected", "left", "failed"]
 
 Sample = tuple[str, float, float, Outcome]
 """Upstream request: instance, time of its end, duration in seconds, outcome."""
+
+
+Answer = tuple[float, float | None, float | None]
+"""Client's request: time of its end; seconds, if it was answered; seconds to the first token, if it
+was a stream that came so far."""
 
 
 class Second(TypedDict):
@@ -136,6 +141,7 @@ class Snapshot(TypedDict):
 
     instances: list[InstanceState]
     samples: dict[str, list[Sample]]
+    answers: list[Answer]
     seconds: list[Second]
     requests: list[RecentRequest]
     notices: list[Notice]
@@ -181,6 +187,7 @@ class Recent:
         self._stages: dict[Stage, deque[StageDone]] = {
             stage: deque(maxlen=KEPT_SAMPLES) for stage in get_args(Stage)
         }
+        self._answers: deque[Answer] = deque(maxlen=KEPT_SAMPLES)
         self._requests: deque[tuple[float, float, RequestRecord]] = deque(maxlen=KEPT_REQUESTS)
         self._errors: deque[tuple[float, RequestRecord]] = deque(maxlen=KEPT_ERRORS)
         self._changes: deque[tuple[float, InstanceChanged]] = deque(maxlen=KEPT_CHANGES)
@@ -195,6 +202,10 @@ class Recent:
             return
         now_s, unix_s = self._clock(), round(self._unix_clock(), 3)
         self._requests.append((now_s, unix_s, event))
+        answered_s = event.seconds if event.error is None else None
+        first_token_s = event.first_token_s if event.stream else None
+        if answered_s is not None or first_token_s is not None:
+            self._answers.append((now_s, answered_s, first_token_s))
         second = self._second(int(now_s))
         second["requests"] += 1
         if event.error is not None:
@@ -231,6 +242,7 @@ class Recent:
                 for stage, ring in self._stages.items()
                 if ring
             },
+            answers=list(self._answers),
             seconds=list(self._seconds),
             requests=[_request(*request) for request in self._requests],
             notices=[

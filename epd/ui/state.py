@@ -10,6 +10,7 @@ from heapq import nlargest
 from itertools import chain
 from operator import itemgetter
 from string import digits
+from types import MappingProxyType
 from typing import NamedTuple, get_args
 
 from prometheus_client.metrics_core import Metric
@@ -41,9 +42,10 @@ RATE_S = 10.0
 WINDOW_S = 300.0
 """Window of latencies, in seconds. The ring buffers may reach back less far."""
 NOW_S = 5
-"""Window of the current rate of requests, in seconds: one of 1 s would jump."""
+"""Window of the current rate of requests, and of each point of a graph, in seconds: one of 1 s
+would jump."""
 SPARK_S = 60
-"""Number of seconds in the graphs of rates."""
+"""Number of seconds in the graphs."""
 
 WORST = ("healthy", "trial", "ejected", "down")
 """States of an instance, the worst last. If workers differ, the worst state is shown."""
@@ -75,15 +77,13 @@ class Totals(TypedDict):
     """Totals since the start of the proxy; `in_flight` and `queued` are current values.
 
     `media` counts items by the form in which they were sent to prefill and decode. `failed` counts
-    5xx, `rejected` 4xx, `left` 499. `refused` is the part of both that admission control rejected.
-    `quarantined` is the current number of tenants in quarantine, counted by each worker.
+    5xx, `rejected` 4xx without 499, with which the client disconnected. `quarantined` is
+    the current number of tenants in quarantine, counted by each worker.
     """
 
     requests: int
     failed: int
     rejected: int
-    left: int
-    refused: int
     in_flight: int
     queued: int
     quarantined: int
@@ -93,12 +93,16 @@ class Totals(TypedDict):
     conversations: ConversationsShown
 
 
-class Answered(TypedDict):
-    """Durations of the last requests that were answered; None if there are none."""
+class Durations(TypedDict):
+    """Durations of requests over the last five minutes; None if there are none.
+
+    `history` has the median of the last `NOW_S` seconds, for each second of the graphs.
+    """
 
     count: int
     p50_s: float | None
-    p95_s: float | None
+    p90_s: float | None
+    history: list[float | None]
 
 
 class Latency(TypedDict):
@@ -122,7 +126,21 @@ class StageShown(Latency):
     stage: str
 
 
-class InstanceShown(Latency, InstanceState):
+class EngineShown(TypedDict):
+    """Report of an instance about itself; None if it is unknown.
+
+    `waiting` counts its queued requests of all proxies. `kv_usage` is the share of its KV
+    blocks in use, `prefix_hits` the share of prompt tokens found in its prefix cache since it has
+    started. Both are read only while the page is.
+    """
+
+    version: str | None
+    waiting: int | None
+    kv_usage: float | None
+    prefix_hits: float | None
+
+
+class InstanceShown(Latency, InstanceState, EngineShown):
     """Latency and state of one instance.
 
     `name` is its letters and number, such as `E1`, or `EPD1` of one that does all three.
@@ -131,24 +149,45 @@ class InstanceShown(Latency, InstanceState):
     name: str
 
 
+class StoreShown(TypedDict):
+    """Use of an encoder store; None if it is unknown, and without `known` if it does not answer.
+
+    `name` is the kind of the store, or the address of a host's memory. `bypassed`: requests skip
+    it for some seconds, because it failed. `refused` counts writes that found no room.
+    """
+
+    name: str
+    known: bool
+    bypassed: bool
+    entries: int | None
+    bytes: int | None
+    max_bytes: int | None
+    evictions: int | None
+    refused: int | None
+
+
 class UiState(TypedDict):
     """State that `/ui` and `epd top` show. Times are Unix seconds; newest first.
 
     `topology` is the number of instances by role, such as `2e1pd`. `summary` has sentences, of
     which every second part is a figure. `per_s` counts requests of the last five seconds, `minute`
-    what ended within the last minute.
+    what ended within the last minute. `answered` has the whole durations of answered requests,
+    `first_token` the times to the first token of streams. `stores` has a row for each memory of a
+    host, or for the one store.
     """
 
     version: str
     now: float
     workers: int
     store: str | None
+    stores: list[StoreShown]
     topology: str
     summary: list[list[str]]
     totals: Totals
     per_s: float
     minute: Second
-    answered: Answered
+    answered: Durations
+    first_token: Durations
     instances: list[InstanceShown]
     stages: list[StageShown]
     seconds: list[Second]
@@ -163,23 +202,40 @@ class Moment(NamedTuple):
     unix_s: float
 
 
-def state(snapshots: Sequence[Snapshot], totals: Totals, store: str | None, now: Moment) -> UiState:
+class Looked(NamedTuple):
+    """What is read only while a client reads the page: the stores, and engines by URL."""
+
+    stores: Sequence[StoreShown] = ()
+    engines: Mapping[str, EngineShown] = MappingProxyType({})
+
+
+def state(
+    snapshots: Sequence[Snapshot],
+    totals: Totals,
+    store: str | None,
+    now: Moment,
+    looked: Looked = Looked(),  # noqa: B008 - immutable
+) -> UiState:
     """Return the document. `store` is the kind of the proxy's encoder store, such as `redis`."""
     flows = {stage: _flow(stage, snapshots, now.monotonic_s) for stage in FLOWS}
-    instances = _instances(snapshots, flows)
+    instances = _instances(snapshots, flows, looked.engines)
     seconds, requests = _seconds(snapshots, now), _requests(snapshots)
     letters = Counter(instance["name"].rstrip(digits).lower() for instance in instances)
+    since_s = now.monotonic_s - WINDOW_S
+    answers = [answer for each in snapshots for answer in each["answers"] if answer[0] > since_s]
     return UiState(
         version=__version__,
         now=round(now.unix_s, 3),
         workers=len(snapshots),
         store=store,
+        stores=list(looked.stores),
         topology="".join(f"{count}{kind}" for kind, count in letters.items()),
         summary=[text.split("*") for text in _sentences(totals, encodes=bool(letters["e"]))],
         totals=totals,
         per_s=sum(second["requests"] for second in seconds[-NOW_S:]) / NOW_S,
         minute=_sum_seconds(seconds),
-        answered=_answered(requests),
+        answered=_durations(((at_s, value_s) for at_s, value_s, _ in answers), now.monotonic_s),
+        first_token=_durations(((at_s, value_s) for at_s, _, value_s in answers), now.monotonic_s),
         instances=instances,
         stages=[StageShown(stage=stage, **flow.latency_of_all()) for stage, flow in flows.items()],
         seconds=seconds,
@@ -230,9 +286,26 @@ def _add_second(into: Second, second: Second) -> None:
     into["encoded"] += second["encoded"]
 
 
-def _answered(requests: Iterable[RecentRequest]) -> Answered:
-    seconds = sorted(request["seconds"] for request in requests if not request["error"])
-    return Answered(count=len(seconds), p50_s=quantile(seconds, 0.5), p95_s=quantile(seconds, 0.95))
+def _durations(samples: Iterable[tuple[float, float | None]], now_s: float) -> Durations:
+    """Return the durations of samples: each is the time of its end, and its seconds if known."""
+    last = int(now_s) - 1
+    by_second: dict[int, list[float]] = defaultdict(list)
+    known = list[float]()
+    for ended_s, seconds in samples:
+        if seconds is not None:
+            known.append(seconds)
+            by_second[int(ended_s)].append(seconds)
+    known.sort()
+    history = [
+        sorted(chain.from_iterable(by_second.get(at - ago, ()) for ago in range(NOW_S)))
+        for at in range(last - SPARK_S + 1, last + 1)
+    ]
+    return Durations(
+        count=len(known),
+        p50_s=quantile(known, 0.5),
+        p90_s=quantile(known, 0.9),
+        history=[quantile(window, 0.5) for window in history],
+    )
 
 
 def _latency(samples: Sequence[Sample], rate: float) -> Latency:
@@ -285,7 +358,12 @@ def _flow(stage: str, snapshots: Iterable[Snapshot], now_s: float) -> Flow:
     return Flow(samples, rates)
 
 
-def _instances(snapshots: Sequence[Snapshot], flows: Mapping[str, Flow]) -> list[InstanceShown]:
+NO_ENGINE = EngineShown(version=None, waiting=None, kv_usage=None, prefix_hits=None)
+
+
+def _instances(
+    snapshots: Sequence[Snapshot], flows: Mapping[str, Flow], engines: Mapping[str, EngineShown]
+) -> list[InstanceShown]:
     seen: dict[tuple[str, str], InstanceState] = {}
     for reported in chain.from_iterable(snapshot["instances"] for snapshot in snapshots):
         key = reported["role"], reported["url"]
@@ -308,7 +386,8 @@ def _instances(snapshots: Sequence[Snapshot], flows: Mapping[str, Flow]) -> list
         letters = "EPD" if role == "prefill_decode" and instance["writes"] else LETTERS[role]
         numbers[letters] += 1
         name, latency = f"{letters}{numbers[letters]}", flows[SERVES[role]].latency_of(url)
-        shown.append(InstanceShown(name=name, **instance, **latency))
+        engine = engines.get(url, NO_ENGINE)
+        shown.append(InstanceShown(name=name, **instance, **latency, **engine))
     return shown
 
 
@@ -360,7 +439,6 @@ def metric_totals(families: Iterable[Metric]) -> Totals:
     for name, labels, value, *_ in samples:
         if name == "epd_requests_total" and is_work(labels["path"]):
             statuses[int(labels["status"])] += int(value)
-    left = statuses[CLIENT_CLOSED]
     failed = sum(statuses[status] for status in statuses if status >= SERVER_ERROR)
     client_errors = sum(
         statuses[status] for status in statuses if CLIENT_ERROR <= status < SERVER_ERROR
@@ -368,9 +446,7 @@ def metric_totals(families: Iterable[Metric]) -> Totals:
     return Totals(
         requests=statuses.total(),
         failed=failed,
-        rejected=client_errors - left,
-        left=left,
-        refused=count("epd_requests_refused_total"),
+        rejected=client_errors - statuses[CLIENT_CLOSED],
         in_flight=count("epd_requests_in_flight"),
         queued=count("epd_requests_queued"),
         quarantined=count("epd_quarantined_tenants"),

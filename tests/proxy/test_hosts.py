@@ -141,6 +141,27 @@ async def test_a_request_goes_to_the_host_that_has_its_entry(
         assert calls(fleet.decode) == [4 * count for count in entries]
 
 
+async def test_the_page_shows_the_memory_of_each_host(launch: Launch, tmp_path: Path) -> None:
+    async with two_hosts(tmp_path) as (a, b), fleet_of(launch, a, b) as fleet:
+        await known(a, b)
+        assert await items_of(fleet, request(image(b"1"))) == {"encoded": 1}
+        await asyncio.gather(*a.backed.writes, *b.backed.writes)
+        async with fleet.http.get(f"{fleet.url}/ui/state") as reply:
+            state = await reply.json()
+        expected = {f"127.0.0.1:{each.port}": each.store.stats() for each in (a, b)}
+        # The page has used the connections of the requests, and has ended none.
+        assert await items_of(fleet, request(image(b"1"))) == {"hit": 1}
+
+    assert state["store"] == "shm+tcp"
+    assert {
+        store["name"]: (store["entries"], store["bytes"], store["max_bytes"], store["evictions"])
+        for store in state["stores"]
+    } == {
+        name: (stats.entries, stats.bytes, stats.max_bytes, 0) for name, stats in expected.items()
+    }
+    assert sum(store["entries"] for store in state["stores"]) == 1
+
+
 async def test_requests_for_one_entry_are_bounded_by_load(launch: Launch, tmp_path: Path) -> None:
     async with two_hosts(tmp_path) as (a, b), fleet_of(launch, a, b) as fleet:
         await known(a, b)

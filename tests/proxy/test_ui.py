@@ -20,16 +20,21 @@ from aiohttp import web
 from multidict import CIMultiDict
 from pytest_aiohttp.plugin import AiohttpServer
 
+from ec_store import EntryKey, open_store
+from ec_store.aio import AsyncStore
+from ec_store.testing.stores import sized
 from epd.server.app import RECENT
 from epd.server.app_keys import TABLE
 from epd.server.operator_routes import METRICS
-from epd.server.page_routes import ASSETS
+from epd.server.page_routes import ASSETS, BOARD
 from epd.shared_page import Pace, SharedPage
 from epd.tenants import key_line
 from epd.ui.dashboard import PACE, Board
+from tests.ec_store.arena.served import serving
 from tests.requests import image, request, text
+from tests.support.backed import NAMESPACE, registered
 from tests.support.clients import ALICE, bearer
-from tests.support.fake_instance import FakeInstance, decodes, encodes, refuses
+from tests.support.fake_instance import FakeInstance, decodes, encodes, page, refuses
 from tests.support.fleet import Fleet, Launch, until
 from tests.support.programs import EPD, called
 from tests.support.workers import START_S, some_workers
@@ -54,11 +59,12 @@ async def state_of(url: str, key: str | None = None) -> dict[str, Any]:
         return found
 
 
-async def shown(url: str, condition: Callable[[dict[str, Any]], bool]) -> None:
-    """Wait until the state of another worker is visible."""
+async def shown(url: str, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """Return the first state that meets a condition."""
     async with asyncio.timeout(START_S):
-        while not condition(await state_of(url)):  # noqa: ASYNC110 - the worker sets no event
-            await asyncio.sleep(0.1)
+        while not condition(state := await state_of(url)):  # noqa: ASYNC110 - it sets no event
+            await asyncio.sleep(0.05)
+        return state
 
 
 def ids(state: dict[str, Any]) -> set[str]:
@@ -167,10 +173,131 @@ async def test_the_state_is_built_at_most_twice_a_second(launch: Launch) -> None
     assert len({body for *_, body in bodies}) <= 3
 
 
+async def test_the_state_has_the_use_of_the_store(launch: Launch, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/store?max_bytes=1MiB"
+    with open_store(url) as store:
+        assert registered(store)
+        assert store.put(EntryKey(NAMESPACE, "a"), sized(3000))
+        used = store.stats()
+        async with launch(ec_store=url) as fleet:
+            state = await shown(fleet.url, lambda state: bool(state["stores"][0]["known"]))
+
+    assert state["store"] == "file"
+    assert state["stores"] == [
+        {
+            "name": "file",
+            "known": True,
+            "bypassed": False,
+            "entries": 1,
+            "bytes": used.bytes,
+            "max_bytes": 2**20,
+            "evictions": None,  # those of other processes
+            "refused": None,
+        }
+    ]
+
+
+async def test_the_state_has_the_evictions_of_a_hosts_memory(
+    launch: Launch, tmp_path: Path
+) -> None:
+    path = tmp_path / "arena.sock"
+    with serving(path) as server:
+        server.arena.refused = 2
+        async with launch(ec_store=f"shm://{path}") as fleet:
+            state = await shown(fleet.url, lambda state: bool(state["stores"][0]["known"]))
+
+    [store] = state["stores"]
+    assert (store["name"], store["entries"], store["evictions"]) == ("shm", 0, 0)
+    assert (store["max_bytes"], store["refused"]) == (server.arena.size_bytes, 2)
+
+
+async def test_a_store_that_hangs_does_not_delay_the_state(
+    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = 0
+
+    async def hang(_: object) -> None:
+        nonlocal asked
+        asked += 1
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(AsyncStore, "stats", hang)
+    with open_store(f"file://{tmp_path}/store") as store:
+        assert registered(store)
+    async with launch(ec_store=f"file://{tmp_path}/store") as fleet:
+        await fleet.ready()  # the proxy has opened the store
+        state = await state_of(fleet.url)
+        answered = await fleet.chat(request(image(), text()))
+        await state_of(fleet.url)
+
+    assert [store["known"] for store in state["stores"]] == [False]
+    assert answered[0] == 200
+    assert asked == 1
+
+
+async def test_the_state_has_no_store_without_one(launch: Launch) -> None:
+    async with launch() as fleet:
+        state = await state_of(fleet.url)
+
+    assert (state["store"], state["stores"]) == (None, [])
+
+
+async def test_the_state_has_what_instances_report(launch: Launch) -> None:
+    async with launch(load_interval_s=0.1) as fleet:
+        fleet.d.metrics = page(
+            "\nvllm:num_requests_running{} 5\nvllm:num_requests_waiting{} 3\n"
+            "vllm:kv_cache_usage_perc{} 0.42\nvllm:prefix_cache_queries_total{} 1000\n"
+            "vllm:prefix_cache_hits_total{} 720\n"
+        )
+        state = await shown(
+            fleet.url,
+            lambda state: (
+                state["instances"][1]["kv_usage"] is not None
+                and None not in {one["version"] for one in state["instances"]}
+            ),
+        )
+
+    encode, decode = state["instances"]
+    assert [decode[name] for name in ("waiting", "kv_usage", "prefix_hits")] == [
+        3,
+        0.42,
+        0.72,
+    ]
+    assert [encode[name] for name in ("waiting", "kv_usage", "prefix_hits")] == [None] * 3
+    assert [one["version"] for one in state["instances"]] == ["0.33.0"] * 2
+
+
+async def test_instances_are_not_asked_without_a_reader(launch: Launch) -> None:
+    async with launch(load_interval_s=0.1) as fleet:
+        assert (await fleet.chat(request(text())))[0] == 200
+        await asyncio.sleep(0.3)
+        assert fleet.d.other_calls == []
+        await shown(fleet.url, lambda state: state["instances"][1]["version"] is not None)
+
+    assert fleet.d.other_calls == ["GET /version"]
+
+
+async def test_the_time_to_the_first_token_is_that_of_streams(launch: Launch) -> None:
+    async with launch() as fleet:
+        assert (await fleet.chat(request(text())))[0] == 200
+        before = await state_of(fleet.url)
+        async with fleet.post({**request(text()), "stream": True}) as reply:
+            await reply.read()
+        state = await shown(fleet.url, lambda state: state["totals"]["requests"] == 2)
+        [stream] = [event for event in fleet.events.requests if event.stream]
+
+    assert (before["first_token"]["count"], before["first_token"]["p50_s"]) == (0, None)
+    assert before["answered"]["count"] == 1
+    assert state["first_token"]["count"] == 1
+    assert state["first_token"]["p50_s"] == state["first_token"]["p90_s"] == stream.first_token_s
+    assert state["answered"]["count"] == 2
+
+
 def board(fleet: Fleet, pages: list[SharedPage], index: int, pace: Pace = PACE) -> Board:
     """Return the board of a proxy as one of several workers."""
     app = fleet.runner.app
-    return Board(app[RECENT], app[TABLE], app[METRICS], None, pages, index, pace)
+    readings = app[BOARD].readings
+    return Board(app[RECENT], app[TABLE], app[METRICS], None, readings, pages, index, pace)
 
 
 async def keep_writing(written: Board) -> None:

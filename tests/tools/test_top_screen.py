@@ -13,6 +13,7 @@ from epd.tools.top_screen import (
     spark,
     strip_control,
 )
+from epd.ui.formats import seconds_text
 from epd.ui.state import UiState
 from tests.ui.states import CAUSES, large
 
@@ -60,11 +61,47 @@ def test_rejected_requests_are_shown_apart_from_failed_ones() -> None:
         one["failed"], one["rejected"] = 41, 57
     lines = drawn(shown, 100, None)
 
-    assert "2 failed, 3 rejected in the last minute" in "\n".join(lines)
+    assert "last minute: 2 failed, 3 rejected" in "\n".join(lines)
     assert [line.split()[-2:] for line in lines if line.startswith(("E1", "encode"))] == [
         ["41", "57"]
     ] * 2
     assert [line.split()[-2:] for line in lines if line.startswith("Stage")] == [["failed", "rej."]]
+
+
+@given(st.integers(0, 10**7), st.integers(0, 10**5), st.sampled_from([40, 60, 80, 100]))
+def test_no_line_above_the_instances_is_cut(number: int, seconds: int, width: int) -> None:
+    state = cast("dict[str, Any]", large(1))
+    state["totals"] |= {"in_flight": number, "queued": number}
+    state["minute"] |= {"failed": number, "rejected": number}
+    for name in ("first_token", "answered"):
+        state[name] |= {"count": number + 1, "p50_s": seconds / 7, "p90_s": seconds / 3}
+    state["stores"][0] |= {"entries": number, "evictions": number}
+    lines = drawn(cast("UiState", state), width, None)
+    head = lines[: next(at for at, line in enumerate(lines) if "Instance" in line)]
+    text = " ".join(" ".join(head).split())
+
+    assert max(map(len, head)) <= width
+    assert "…" not in text
+    assert f"{number:,} in flight, {number:,} queued; last minute:" in text
+    assert f"{number:,} failed, {number:,} rejected" in text
+    assert f"TTFT p50 {seconds_text(seconds / 7)}, p90 {seconds_text(seconds / 3)} of" in text
+    assert f"{number:,} entries, {number:,} eviction" in text
+
+
+def test_stores_are_shown_as_on_the_page() -> None:
+    state = cast("dict[str, Any]", large(1))
+    [known, _] = state["stores"]
+    state["stores"] += [{**known, "name": f"10.0.0.{number}"} for number in range(3, 5)]
+    state["stores"][2] |= {"max_bytes": None, "entries": None, "evictions": None}
+    lines = drawn(cast("UiState", state), 80, None)
+
+    assert [line for line in lines if line.startswith("Store")] == [
+        "Store 10.0.0.1:7000 █████░░░░░░░ 1.7 GB of 4.0 GB, 1,234 entries, 56 evictions",
+        "Store 10.0.0.2:7000 unknown: no answer from the store, requests bypass it",
+        "Store 10.0.0.3 1.7 GB, no quota, entries unknown, evictions unknown",
+        "Store 10.0.0.4 █████░░░░░░░ 1.7 GB of 4.0 GB, 1,234 entries, 56 evictions",
+    ]
+    assert "and 2 stores more" in drawn(cast("UiState", state), 80, 30)
 
 
 def test_a_narrow_frame_keeps_names_and_failures_of_instances() -> None:

@@ -4,10 +4,12 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from typing import cast
 
 import aiohttp
 from playwright.async_api import Browser, Page
 
+from epd.ui.state import UiState
 from tests.requests import image, request, text
 from tests.support.fake_instance import FakeInstance, decodes, encodes, prefills
 from tests.support.programs import serving
@@ -42,8 +44,8 @@ class Stack:
     prefill: FakeInstance
     decode: FakeInstance
 
-    async def chat(self, request_id: str = "one") -> int:
-        body = request(image(), text())
+    async def chat(self, request_id: str = "one", *, stream: bool = False) -> int:
+        body = {**request(image(), text()), "stream": stream}
         async with (
             aiohttp.ClientSession() as http,
             http.post(
@@ -52,6 +54,10 @@ class Stack:
         ):
             await reply.read()
             return reply.status
+
+    async def state(self) -> UiState:
+        async with aiohttp.ClientSession() as http, http.get(f"{self.url}/ui/state") as reply:
+            return cast("UiState", await reply.json())
 
 
 @asynccontextmanager

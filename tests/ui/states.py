@@ -4,7 +4,16 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 
 from epd.events import InstanceChanged, RequestRecord, StageDone
 from epd.ui.recent import InstanceState, Recent
-from epd.ui.state import WORST, Moment, UiState, metric_totals, state
+from epd.ui.state import (
+    WORST,
+    EngineShown,
+    Looked,
+    Moment,
+    StoreShown,
+    UiState,
+    metric_totals,
+    state,
+)
 
 NOW_S = 5000.0
 UNIX_S = 1e9
@@ -51,6 +60,8 @@ def done(
         "reason": None if error is None else "the instance broke off",
         "stages": stages,
         "items": {"hit": 1, "encoded": 1},
+        "stream": error is None,
+        "first_token_s": 0.2,
         "retries": 0,
     }
     return RequestRecord(**{**fields, **more})  # type: ignore[arg-type]
@@ -140,4 +151,33 @@ def large(each: int = 20, hostile: str = "") -> UiState:
             recent.instance_changed(
                 InstanceChanged(url, role, condition, cause=CAUSES.get(condition, ""))
             )
-    return state([recent.snapshot(seen)], metric_totals(families()), "redis", Moment(NOW_S, UNIX_S))
+    looked = Looked(
+        [used_store("10.0.0.1:7000", 0.42), used_store("10.0.0.2:7000", None)],
+        {one["url"]: engine(number) for number, one in enumerate(seen)},
+    )
+    totals = metric_totals(families())
+    return state([recent.snapshot(seen)], totals, "shm+tcp", Moment(NOW_S, UNIX_S), looked)
+
+
+def engine(number: int) -> EngineShown:
+    return EngineShown(
+        version="0.33.0",
+        waiting=number % 3,
+        kv_usage=0.1 * (number % 10),
+        prefix_hits=0.72,
+    )
+
+
+def used_store(name: str, share: float | None) -> StoreShown:
+    """Return a store of 4 GB with this share of it in use; None: it does not answer."""
+    known = share is not None
+    return StoreShown(
+        name=name,
+        known=known,
+        bypassed=not known,
+        entries=1234 if known else None,
+        bytes=round(4e9 * share) if share is not None else None,
+        max_bytes=4_000_000_000 if known else None,
+        evictions=56 if known else None,
+        refused=0 if known else None,
+    )

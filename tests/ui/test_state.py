@@ -13,8 +13,18 @@ from epd.events import InstanceChanged
 from epd.ui import formats
 from epd.ui import recent as kept
 from epd.ui.recent import SHOWN_SPANS, SHOWN_TEXT, InstanceState, Recent, Snapshot
-from epd.ui.state import FLOWS, SPARK_S, Moment, Totals, UiState, metric_totals, quantile, state
-from tests.ui.states import CAUSES, NOW_S, UNIX_S, Clock, done, families, large, stage
+from epd.ui.state import (
+    FLOWS,
+    SPARK_S,
+    Looked,
+    Moment,
+    Totals,
+    UiState,
+    metric_totals,
+    quantile,
+    state,
+)
+from tests.ui.states import CAUSES, NOW_S, UNIX_S, Clock, done, engine, families, large, stage
 
 NOW = Moment(NOW_S, UNIX_S)
 E = "http://e:1"
@@ -125,7 +135,8 @@ def test_recent_events_are_bounded(recent: Recent, clock: Clock) -> None:
     for number in range(3000):
         clock.now_s += 1
         recent.stage_done(spans[0])
-        recent.request_done(done(str(number), *spans, error="x", reason="long " * 1000))
+        broken = done(str(number), *spans, error="x", reason="long " * 1000, stream=True)
+        recent.request_done(broken)
         recent.instance_changed(InstanceChanged(E, "encode", "down"))
     events = recent.snapshot([])
 
@@ -136,6 +147,7 @@ def test_recent_events_are_bounded(recent: Recent, clock: Clock) -> None:
         "instance": kept.KEPT_CHANGES,
     }
     assert len(events["seconds"]) == kept.KEPT_SECONDS
+    assert len(events["answers"]) == kept.KEPT_SAMPLES
     assert len(events["requests"][0]["spans"]) == SHOWN_SPANS
     assert events["requests"][0]["more_spans"] == 100 - SHOWN_SPANS
     assert max(len(one["more"]) for one in events["notices"]) == SHOWN_TEXT
@@ -286,8 +298,7 @@ def test_seconds_are_a_whole_minute_with_nothing_left_out(clock: Clock) -> None:
 def test_totals_are_those_of_the_page_of_metrics() -> None:
     found = metric_totals(families())
 
-    assert (found["requests"], found["failed"], found["left"]) == (916, 4, 2)
-    assert found["rejected"] == 7
+    assert (found["requests"], found["failed"], found["rejected"]) == (916, 4, 7)
     assert found["items"] == {"hit": 830, "encoded": 170, "local": 0}
     assert found["media"] == {"metadata": 930, "raw": 70}
     assert found["in_flight"] == 12
@@ -367,7 +378,53 @@ def test_rates_and_durations_are_those_of_the_last_requests() -> None:
 
     assert (document["per_s"], document["minute"]["requests"]) == (1.0, 60)
     assert document["minute"]["failed"] == sum(one["failed"] for one in document["seconds"])
-    assert document["answered"] == {"count": 57, "p50_s": 0.5, "p95_s": 0.5}
+    whole, first = document["answered"], document["first_token"]
+    assert (whole["count"], whole["p50_s"], whole["p90_s"]) == (62, 0.5, 0.5)
+    assert (first["count"], first["p50_s"], first["p90_s"]) == (62, 0.2, 0.2)
+
+
+def test_only_streams_have_a_time_to_the_first_token(recent: Recent, clock: Clock) -> None:
+    for ago_s, stream, seconds, error in (
+        (400.0, True, 9.0, None),  # too long ago
+        (9.5, False, 8.0, None),
+        (8.5, True, 0.3, None),
+        (7.5, True, 0.1, "decode_died"),  # after its first token
+        (6.5, True, None, "decode_failed"),  # before it
+        (2.5, True, 0.2, None),
+    ):
+        clock.now_s = NOW_S - ago_s
+        recent.request_done(done(error=error, stream=stream, first_token_s=seconds, seconds=4.0))
+    document = shown(known(recent))
+    first, whole = document["first_token"], document["answered"]
+
+    assert (first["count"], first["p50_s"], first["p90_s"]) == (3, 0.2, 0.3)
+    assert (whole["count"], whole["p50_s"], whole["p90_s"]) == (3, 4.0, 4.0)
+    # Each point of the graph is the median of five seconds, of which the last is the newest.
+    assert len(first["history"]) == SPARK_S
+    assert first["history"][-9:] == [0.3, 0.1, 0.1, 0.1, 0.1, 0.1, 0.2, 0.2, 0.2]
+
+
+def test_a_fleet_without_requests_has_no_durations() -> None:
+    document = shown()
+
+    assert document["first_token"] == {
+        "count": 0,
+        "p50_s": None,
+        "p90_s": None,
+        "history": [None] * SPARK_S,
+    }
+
+
+def test_an_instance_has_the_report_of_its_engine_and_others_none(recent: Recent) -> None:
+    report = engine(4)
+    instances = [seen("healthy"), seen("healthy", role="decode")]
+    instances[1]["url"] = "http://d:1"
+    looked = Looked(engines={"http://d:1": report})
+    document = state([known(recent, *instances)], metric_totals([]), None, NOW, looked)
+    unknown, decode = cast("list[dict[str, object]]", document["instances"])
+
+    assert {name: decode[name] for name in report} == report
+    assert {unknown[name] for name in report} == {None}
 
 
 def test_an_empty_fleet_has_a_state() -> None:

@@ -5,6 +5,7 @@ import { clock, plural } from "./format.js";
 import { instances } from "./instances.js";
 import { latency } from "./latency.js";
 import { notices } from "./notices.js";
+import { stores } from "./stores.js";
 import { summary } from "./summary.js";
 import { waterfall } from "./waterfall.js";
 
@@ -12,7 +13,7 @@ const EVERY_MS = 1000;
 const MOST_MS = 8000;
 const TIMEOUT_MS = 10000;
 const KEY = "epd-admin-key";
-const VIEWS = [summary, instances, latency, notices, waterfall];
+const VIEWS = [summary, instances, stores, latency, notices, waterfall];
 
 let paused = false;
 let misses = 0;

@@ -26,6 +26,13 @@ export function say(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
+// As `say`, for text of which every second part is a figure.
+export function sayFigures(element, parts) {
+  if (element.textContent !== parts.join("")) {
+    element.replaceChildren(...parts.map((part, index) => (index % 2 ? el("b", {}, part) : part)));
+  }
+}
+
 export function set(element, name, value) {
   if (value == null) element.removeAttribute(name);
   else if (element.getAttribute(name) !== String(value)) element.setAttribute(name, value);

@@ -22,7 +22,7 @@ export function bytes(value) {
     value /= 1000;
     unit += 1;
   }
-  return `${figures(value)} ${units[unit]}`;
+  return `${unit ? figures(value) : whole.format(value)} ${units[unit]}`;
 }
 
 export const clock = (unix_s) => new Date(unix_s * 1000).toLocaleTimeString(LANGUAGE);
@@ -30,9 +30,14 @@ export const clock = (unix_s) => new Date(unix_s * 1000).toLocaleTimeString(LANG
 export const plural = (number, one, many = `${one}s`) =>
   `${count(number)} ${number === 1 ? one : many}`;
 
-// Endings of upstream requests: those that failed, and those that were invalid.
-export const endings = ({ failed, rejected }) =>
-  [[failed, "failed"], [rejected, "rejected"]].filter(([number]) => number).map(([number, word]) => `${count(number)} ${word}`);
+// Upper end of a scale in seconds: a round number, at most half as long again as the longest bar.
+export function scale(longest_s) {
+  const unit = 10 ** Math.floor(Math.log10(Math.max(1e-3, longest_s)));
+  return unit * [1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10].find((step) => longest_s <= step * unit * 1.0001);
+}
+
+// The end of a scale as text: a round number needs no zeros.
+export const scaleEnd = (end_s) => seconds(end_s).replace(/\.0+ /, " ");
 
 export const host = (url) => url.replace(/^https?:\/\//, "");
 

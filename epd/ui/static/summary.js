@@ -1,46 +1,52 @@
 // Savings of the cache, and current metrics.
 
-import { by, el, say, set } from "./dom.js";
+import { by, el, Keyed, say, sayFigures, set } from "./dom.js";
 import { count, plural, rate, seconds, share } from "./format.js";
 import { draw, spark } from "./spark.js";
 
 const SMOOTH_S = 5;
 const tiles = new Map();
+const inFlight = new Map();
+const details = new Keyed(by("details"), () => el("span"), sayFigures);
 
-export function summary({ summary: sentences, totals, per_s, minute, answered, seconds: history, requests }) {
-  const shown = by("saved");
-  if (shown.textContent !== sentences.map((parts) => parts.join("")).join(" ")) {
-    shown.replaceChildren(...sentences.flatMap(([first, ...rest], index) => [index ? ` ${first}` : first, ...figured(rest)]));
-  }
+export function summary(state) {
+  const { summary: sentences, totals, per_s, minute, answered, first_token, seconds: history } = state;
+  headline(sentences);
   tile("Requests per second", rate(per_s), `${count(totals.requests)} in all`,
     smooth(history, (of) => sum("requests", of) / of.length));
   const items = minute.hit + minute.encoded;
-  tile("Hit rate, last minute", share(minute.hit, items), `${plural(items, "item")} in it`,
+  tile("Hit rate, last minute", share(minute.hit, items), items ? `of ${plural(items, "item")}` : "no items",
     smooth(history, (of) => {
       const all = sum("hit", of) + sum("encoded", of);
       return all ? sum("hit", of) / all : null;
     }));
-  tile("Under way", count(totals.in_flight), `${count(totals.queued)} queued`, []);
-  tile("Whole request, p50", seconds(answered.p50_s), `p95 ${seconds(answered.p95_s)}, of the last ${answered.count}`,
-    requests.map((one) => (one.error ? null : one.seconds)).reverse(), null, 0.01);
-  tile("Rejected, last minute", count(minute.rejected), rejections(totals), history.map((one) => one.rejected));
-  tile("Failed, last minute", count(minute.failed), `5xx: ${count(totals.failed)} in all`,
+  inFlight.set(Math.floor(state.now), totals.in_flight);
+  for (const at_s of inFlight.keys()) if (at_s < state.now - history.length) inFlight.delete(at_s);
+  tile("In flight", count(totals.in_flight), `${count(totals.queued)} queued`,
+    history.map((_, index) => inFlight.get(Math.floor(state.now) - history.length + 1 + index) ?? null));
+  durations("Time to first token, p50", first_token, "stream");
+  durations("Whole request, p50", answered, "answer");
+  tile("Failed, last minute", count(minute.failed),
+    `${count(minute.rejected)} rejected; since the start ${count(totals.failed)} failed, ${count(totals.rejected)} rejected`,
     history.map((one) => one.failed), minute.failed ? "bad" : null);
 }
 
-// Of the parts of a sentence, every second one is a figure.
-const figured = (parts) => parts.map((part, index) => (index % 2 ? part : el("b", {}, part)));
+// The first sentence is the headline, the others are its details.
+function headline([first = ["No item has been looked up yet."], ...more]) {
+  sayFigures(by("saved"), first);
+  details.show(more, (parts) => more.indexOf(parts));
+}
 
 const sum = (name, of) => of.reduce((all, one) => all + one[name], 0);
-
-// Refused: rejected by admission control with 429 or 503.
-function rejections({ rejected, refused, left }) {
-  return `4xx: ${count(rejected)} in all; ${count(refused)} refused, ${plural(left, "client")} disconnected`;
-}
 
 // Rates over a few seconds: whole seconds with few requests would look like a comb.
 function smooth(history, of) {
   return history.map((_, index) => of(history.slice(Math.max(0, index - SMOOTH_S + 1), index + 1)));
+}
+
+function durations(title, { p50_s, p90_s, count: number, history }, noun) {
+  const more = number ? `p90 ${seconds(p90_s)}, ${plural(number, noun)}` : `no ${noun} yet`;
+  tile(title, seconds(p50_s), more, history, null, 0.01);
 }
 
 function tile(title, figure, more, history, tone = null, least = 1) {

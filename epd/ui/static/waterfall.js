@@ -1,7 +1,7 @@
 // The last requests: a row each, with its stages on a common scale. A row opens to exact values.
 
 import { by, el, Keyed, say, set, svg } from "./dom.js";
-import { clock, host, plural, seconds } from "./format.js";
+import { clock, host, plural, scale, scaleEnd, seconds } from "./format.js";
 
 const HEIGHT = 20;
 const LANES = 4;
@@ -12,8 +12,8 @@ let longest_s = 1;
 let number = 0;
 
 export function waterfall({ requests }) {
-  longest_s = Math.max(0.001, ...requests.map((one) => one.seconds));
-  say(by("scale"), `Stages, 0 to ${seconds(longest_s)}`);
+  longest_s = scale(Math.max(...requests.map((one) => one.seconds), 0));
+  say(by("scale-end"), scaleEnd(longest_s));
   for (const key of open) if (!requests.some((one) => keyOf(one) === key)) open.delete(key);
   rows.show(requests.flatMap((one) => (open.has(keyOf(one)) ? [one, { of: one }] : [one])), keyOf);
   by("no-requests").hidden = requests.length > 0;

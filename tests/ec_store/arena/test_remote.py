@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from ec_store import EntryInfo
 from ec_store.access import is_key, is_loopback
 from ec_store.arena.aio_store import AsyncArenaStore
+from ec_store.arena.index import Client, Slot
 from ec_store.arena.protocol import (
     MAX_REPLY_BYTES,
     VERSION,
@@ -52,7 +53,7 @@ from ec_store.errors import StoreUnavailable
 from ec_store.testing.stores import key, sized
 from ec_store.urls import check_proxy_url, check_url
 from tests.certificates import Authority
-from tests.ec_store.arena.remote import KEY, Host, free_port, opened, remote_host, sent
+from tests.ec_store.arena.remote import KEY, MIB, Host, free_port, opened, remote_host, sent
 
 OTHER = bytes(32)
 HELLO = encode(Hello(VERSION, "proxy", KEY))
@@ -67,7 +68,6 @@ FORBIDDEN: tuple[AnyRequest, ...] = (
     Purge(b"namespace"),
     List(b""),
     Register(b"model", b"namespace"),
-    GetStats(),
 )
 PERMITTED: tuple[AnyRequest, ...] = (
     Find([OTHER]),
@@ -75,6 +75,7 @@ PERMITTED: tuple[AnyRequest, ...] = (
     ClaimKeys([OTHER], b"owner", 1.0, True),
     Release([OTHER], b"owner"),
     Register(b"", b""),
+    GetStats(),
 )
 KEYS = [key(str(n)) for n in range(8)]
 
@@ -124,6 +125,29 @@ async def test_proxies_of_other_hosts_read_the_namespaces_and_write_none(host: H
         with pytest.raises(StoreUnavailable, match="on that host alone"):
             await store.delete([key()])
         assert await store.lookup([key()]) == [None]
+
+
+async def test_proxies_of_other_hosts_read_the_use_and_name_no_process(
+    host: Host, path: Path
+) -> None:
+    host.add(KEYS[0], sized(100))
+    writer = Client(pid=7, role="writer", writes={1: Slot(bytes(32), b"", 100, False)})
+    host.server.arena.clients[99] = writer
+    local = AsyncArenaStore.from_options(ArenaOptions(str(path), timeout_s=10))
+    async with opened(host.options()) as store:
+        found, here = await store.stats(), await local.stats()
+        await local.close()
+
+    assert (found.entries, found.bytes, found.max_bytes, found.evictions) == (
+        here.entries,
+        here.bytes,
+        8 * MIB,
+        0,
+    )
+    assert found.memory is not None
+    assert here.memory is not None
+    assert [use.pid for use in here.memory.uses] == [7]
+    assert found.memory.uses == []
 
 
 @pytest.mark.fault(150)
