@@ -152,14 +152,13 @@ class Choices:
             prefer = prefer or self._recent.nearest_url(items)
         instance = request.watched.choose_instance(
             stage,
-            lambda fits: choice.best_instance(
+            lambda fits: choice.among(fits).best_instance(
                 tried,
                 balance=balance,
                 session=request.session,
                 prefix=prefix if balance == "content" else NO_PREFIX,
                 prefer=prefer,
                 worth=attempt.worth if encodes else None,
-                fits=fits,
             ),
         )
         if items:

@@ -2,13 +2,14 @@
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from epd.aio import end_tasks, errors_of
 from epd.api.usage import Usage
 from epd.conversations.turn import AnsweredTurn
+from epd.encoder_cache.claims import Claim, end_claims
 from epd.errors import ProxyError, SuspectedFatal, UpstreamDied, slug_of
 from epd.request.attempt import Attempt
 from epd.request.choices import Choices
@@ -78,12 +79,12 @@ class DecodeAnswer:
     _watched: Watched
     _consumer_identities: Sequence[str]
     engine_died: bool = False
-    consumer_claims: ExitStack | None = None
+    consumer_claims: list[Claim] | None = None
 
     def end_claims(self, error: BaseException | None = None) -> None:
         """End the claims of the items that decode encodes; without an error, it stores them."""
         if self.consumer_claims is not None:
-            self.consumer_claims.__exit__(None, error, None)
+            end_claims(self.consumer_claims, entries_coming=error is None)
 
     def close(self, error: BaseException | None) -> None:
         """Close the answer, and judge its instance by the error."""

@@ -3,6 +3,7 @@
 import math
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import copy
 from operator import attrgetter
 from typing import Protocol
 
@@ -122,13 +123,23 @@ class Choice:
 
     Attributes:
         roles: roles of the instances.
+        fits: predicate of the instances that can serve the request; None for all.
     """
 
     def __init__(self, table: InstanceTable, *roles: Role) -> None:
         """Choose among the instances of these roles; the first role is the name of the stage."""
         self.roles = roles
         self._table = table
+        self.fits: Callable[[Instance], bool] | None = None
         self._balances = {name: make() for name, make in BALANCES.items()}
+
+    def among(self, fits: Callable[[Instance], bool] | None) -> "Choice":
+        """Return this choice among the instances that also meet a predicate; None for all."""
+        if fits is None:
+            return self
+        some, before = copy(self), self.fits
+        some.fits = fits if before is None else lambda each: before(each) and fits(each)
+        return some
 
     def best_instance(  # noqa: PLR0913 - the inputs of a choice
         self,
@@ -140,7 +151,6 @@ class Choice:
         prefix: Prefix = NO_PREFIX,
         prefer: str | None = None,
         worth: Callable[[Instance], float] | None = None,
-        fits: Callable[[Instance], bool] | None = None,
     ) -> Instance:
         """Return an instance, if possible one that has not been tried.
 
@@ -153,14 +163,13 @@ class Choice:
             prefer: URL of the preferred instance, used unless it is overloaded or drained.
             worth: what an instance saves of this request: those that save most are chosen from,
                 without the overloaded ones; None: all save the same.
-            fits: predicate of the instances that can serve this request; None for all.
 
         Raises:
             NoInstance: there is no such instance.
         """
-        candidates = usable = self._usable(fits)
+        candidates = usable = self._usable()
         if tried:
-            candidates = self._untried(tried, fits) or usable
+            candidates = self._untried(tried) or usable
         if len(candidates) == 1:
             return candidates[0].instance
         loads = [candidate.load for candidate in candidates]
@@ -183,26 +192,27 @@ class Choice:
         picked = self._balances[balance].pick_load(loads, session if balance == "session" else item)
         return candidates[loads.index(picked)].instance
 
-    def has_untried(
-        self, tried: Collection[Instance], fits: Callable[[Instance], bool] | None = None
-    ) -> bool:
-        return bool(self._untried(tried, fits))
+    def has_untried(self, tried: Collection[Instance]) -> bool:
+        return bool(self._untried(tried))
 
-    def _usable(self, fits: Callable[[Instance], bool] | None) -> Sequence[Candidate]:
-        usable = _fitting(self._table.usable_candidates(*self.roles), fits)
+    def has_untried_usable(self, tried: Collection[Instance]) -> bool:
+        """Return whether one of the untried instances may get the next request."""
+        usable = self._fitting(self._table.usable_candidates(*self.roles))
+        return any(candidate.instance not in tried for candidate in usable)
+
+    def _usable(self) -> Sequence[Candidate]:
+        usable = self._fitting(self._table.usable_candidates(*self.roles))
         if not usable:
             stage = self.roles[0]
             fitting = (
                 ""
-                if fits is None
+                if self.fits is None
                 else " with the namespace of the request's consumer and within its reach"
             )
             raise NoInstance(f"there is no {stage} instance{fitting}", slug=f"no_{stage}")
         return usable
 
-    def _untried(
-        self, tried: Collection[Instance], fits: Callable[[Instance], bool] | None
-    ) -> Sequence[Candidate]:
+    def _untried(self, tried: Collection[Instance]) -> Sequence[Candidate]:
         """Return the untried ones among the usable instances, or else among all.
 
         An ejected instance may have recovered before its next probe; trying it is cheap.
@@ -210,9 +220,14 @@ class Choice:
         usable = self._table.usable_candidates(*self.roles)
         for candidates in (usable, self._table.all(*self.roles)):
             fresh = [candidate for candidate in candidates if candidate.instance not in tried]
-            if fitting := _fitting(fresh, fits):
+            if fitting := self._fitting(fresh):
                 return fitting
         return ()
+
+    def _fitting(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+        if (fits := self.fits) is None:
+            return candidates
+        return [candidate for candidate in candidates if fits(candidate.instance)]
 
 
 def _worthiest(
@@ -228,11 +243,3 @@ def _worthiest(
     ]
     most = max(value for value, _ in room)
     return [candidate for value, candidate in room if value == most] if most > 0 else candidates
-
-
-def _fitting(
-    candidates: Sequence[Candidate], fits: Callable[[Instance], bool] | None
-) -> Sequence[Candidate]:
-    if fits is None:
-        return candidates
-    return [candidate for candidate in candidates if fits(candidate.instance)]

@@ -70,7 +70,6 @@ class Watched:
         self,
         stage: Stage,
         best: Callable[[Callable[[Instance], bool] | None], Instance],
-        fits: Callable[[Instance], bool] | None = None,
     ) -> Instance:
         """Return the instance for this request: the best one, or in a quarantine the pinned one.
 
@@ -79,21 +78,21 @@ class Watched:
 
         Args:
             stage: the stage.
-            best: returns the best instance that meets a predicate; raises `NoInstance` without one.
-            fits: predicate of the instances that can serve the request; None for all.
+            best: returns the best instance that meets a predicate, if there is one; raises
+                `NoInstance` without an instance.
 
         Raises:
             SuspectedFatal: its pinned instance may get no requests now.
             NoInstance: no instance may.
         """
         if self.pins is None:
-            return best(fits)
+            return best(None)
         if (url := self.pins.get(stage)) is None:
-            chosen = best(fits)
+            chosen = best(None)
             self.pins[stage] = chosen.url
             return chosen
         try:
-            return best(lambda instance: instance.url == url and (fits is None or fits(instance)))
+            return best(lambda instance: instance.url == url)
         except NoInstance as error:
             failure = in_quarantine(stage)
             # No other stage can do decode's work.

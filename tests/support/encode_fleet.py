@@ -16,14 +16,14 @@ import epd
 from ec_store import EntryKey
 from epd.api.items import MMItem
 from epd.policies.policy import Course, ItemRule
-from epd.request.encode_job import EncodeJob, MissingItem, PlacedItem
+from epd.request.encode_job import EncodeJob, MissingItem
 from epd.request.item_tokens import PIXELS_PER_TOKEN, TokenCounts
 from epd.request.placement import Placement
 from epd.request.request import Request
 from epd.routing.balance import Choice
 from epd.routing.instances import Instance, Role
-from epd.routing.namespaces import Namespaces
 from epd.routing.speed import Speed
+from epd.routing.store_access import StoreAccess
 from epd.routing.table import InFlight, InstanceTable, Work
 from tests.requests import image
 
@@ -84,10 +84,11 @@ class EncodeFleet:
         encodes = [Instance(Role.ENCODE, f"http://e{n}:1") for n in range(self.encoders)]
         decodes = [Instance(Role.PREFILL_DECODE, f"http://pd{n}:1") for n in range(self.decoders)]
         self.table = InstanceTable([*encodes, *decodes], clock=clock)
-        namespaces = Namespaces(self.table)
+        access = StoreAccess(self.table)
         for one in decodes:
-            namespaces.record_writes(one, writes=True)
-        self._placement = Placement(self.table, namespaces, TokenCounts(), False)
+            access.record_writes(one, writes=True)
+        self._placement = Placement(self.table, access)
+        self._token_counts = TokenCounts()
         self._encodes = Choice(self.table, Role.ENCODE)
         self._decodes = Choice(self.table, Role.PREFILL_DECODE)
         self._free_s = dict.fromkeys([*encodes, *decodes], 0.0)
@@ -131,7 +132,7 @@ class EncodeFleet:
         self._free_s[chosen] = ends_s = begins_s + SPEED.work_s(1, asked.tokens)
         self._run_at(ends_s, partial(self._encoded, asked, using))
 
-    def place_item(self, tokens: int) -> PlacedItem:
+    def place_item(self, tokens: int) -> MissingItem:
         """Return a picture of this many tokens with its place, of a request that arrives now."""
         item = MMItem(
             ("messages", 0, "content", 0),
@@ -142,9 +143,9 @@ class EncodeFleet:
         )
         request = Request("r", {}, CONFIG, body={"model": "m"}, items=[item])
         job = EncodeJob(request, Course(items=self.rule))
-        missing = MissingItem(item, None, EntryKey("n", "key"))
-        arrived = PlacedItem(missing, self._placement.predict_tokens(job, item))
-        [placed] = self._placement.place_items(job, [arrived])
+        predicted = self._token_counts.predict_tokens("m", item.modality, item.pixels)
+        missing = MissingItem(item, None, EntryKey("n", "key"), predicted)
+        [placed] = self._placement.place_items(job, [missing])
         return placed
 
     def _encoded(self, asked: Asked, using: InFlight) -> None:
