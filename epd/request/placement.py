@@ -84,8 +84,8 @@ class Placement:
                 placed.append(each._replace(place=UNDER_WAY))
                 continue
             queue = forecast.best_queue(tokens, item.identity)
-            measured = queue is not None and forecast.speed is not None
-            token_s = queue.speed.token_s if queue is not None else 0.0
+            measured = queue is not None and forecast.token_s is not None
+            token_s = queue.token_s if queue is not None else 0.0
             place = rule.place_item(
                 ItemFacts(
                     modality=item.modality,

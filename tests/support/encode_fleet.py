@@ -22,12 +22,11 @@ from epd.request.placement import Placement
 from epd.request.request import Request
 from epd.routing.balance import Choice
 from epd.routing.instances import Instance, Role
-from epd.routing.speed import Speed
 from epd.routing.store_access import StoreAccess
 from epd.routing.table import InFlight, InstanceTable, Work
 from tests.requests import image
 
-SPEED = Speed(request_s=0.03, token_s=0.0001)
+REQUEST_S, TOKEN_S = 0.03, 0.0001
 """Speed of every encode instance. The time of a request is on top of an encode at a PD instance."""
 
 CONFIG = epd.ProxyConfig(encode_servers_urls=("http://e:1",), decode_servers_urls=("http://pd:1",))
@@ -129,7 +128,7 @@ class EncodeFleet:
         chosen = self._encodes.best_instance(prefer=placed.first_url)
         using = self.table.track_request(chosen, work=Work(0, placed.tokens)).begin_request()
         begins_s = max(self.now_s, self._free_s[chosen])
-        self._free_s[chosen] = ends_s = begins_s + SPEED.work_s(1, asked.tokens)
+        self._free_s[chosen] = ends_s = begins_s + REQUEST_S + TOKEN_S * asked.tokens
         self._run_at(ends_s, partial(self._encoded, asked, using))
 
     def place_item(self, tokens: int) -> MissingItem:
@@ -157,7 +156,7 @@ class EncodeFleet:
         chosen = self._decodes.best_instance()
         using = self.table.track_request(chosen, work=Work(0, tokens)).begin_request()
         begins_s = max(self.now_s, self._free_s[chosen])
-        encode_s = SPEED.work_s(0, tokens)
+        encode_s = TOKEN_S * tokens
         if tokens:
             self._free_s[chosen] = begins_s + encode_s
             for other in self._running[chosen]:
