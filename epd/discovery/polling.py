@@ -12,9 +12,8 @@ from ec_store.bounded import BoundedDict
 from epd.aio import Background
 from epd.config.sections import ConfigFields
 from epd.errors import Overloaded, ProxyError
-from epd.routing.host_report import Host, read_host
 from epd.routing.instances import Instance
-from epd.routing.reports import Report, read_namespace, read_report, writes_outputs
+from epd.routing.reports import Host, Report, read_host, read_namespace, read_report, writes_outputs
 from epd.routing.store_access import StoreAccess
 from epd.routing.table import InstanceTable
 from epd.upstream import Upstream

@@ -22,7 +22,7 @@ from epd.aio import Background
 from epd.config.sections.transfers import TransferSettings
 from epd.encoder_cache.claims import Claims
 from epd.encoder_cache.client import EncoderCache, Operation, Result
-from epd.routing.host_report import Host
+from epd.routing.reports import Host
 
 MAX_HOSTS = 1024
 """Upper bound of the servers. Instances of further hosts are served without look-ups."""

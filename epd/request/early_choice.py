@@ -19,9 +19,9 @@ from epd.request.attempt import Attempt
 from epd.request.encode_job import Target
 from epd.request.prefill_decode import needs_prefill
 from epd.request.prefix import request_prefix
-from epd.routing.host_report import Host
 from epd.routing.instances import CONSUMERS, Instance, Role
 from epd.routing.prefix import NO_PREFIX, Prefix
+from epd.routing.reports import Host
 from epd.routing.store_access import StoreAccess
 from epd.routing.table import InstanceTable, Reservation
 

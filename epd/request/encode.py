@@ -404,8 +404,7 @@ class Encoder:
         except UpstreamFailed as failure:
             request.doubts.add(failure, using, item)
             blamed = (item.identity,)
-            self._fatal.count_death(failure, instance, request.watched, blamed)
-            error = self._fatal.final_error(failure, instance, request.watched, blamed)
+            error = self._fatal.count_death(failure, instance, request.watched, blamed)
             raise error from failure.__cause__
         request.doubts.settle(instance, item)
         self._fatal.record_survival(request.watched, (item.identity,), body=False)

@@ -15,8 +15,8 @@ from epd.encoder_cache.identity import OutputKey
 from epd.policies.policy import Course, ItemPlace
 from epd.request.attempt import Place
 from epd.request.request import Request
-from epd.routing.host_report import Host
 from epd.routing.instances import CONSUMERS, Instance
+from epd.routing.reports import Host
 from epd.routing.table import Reservation
 
 if TYPE_CHECKING:

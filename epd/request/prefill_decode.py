@@ -18,11 +18,10 @@ from epd.request.kv_readback import Readbacks
 from epd.request.releases import Releases
 from epd.request.request import Request
 from epd.request.stages import Stages, wait_beginning
-from epd.routing.fatal import FatalRequests
+from epd.routing.fatal import FatalRequests, Watched
 from epd.routing.instances import Instance
 from epd.routing.prefix import NO_PREFIX, Prefix
 from epd.routing.table import NO_WORK, InFlight, InstanceTable, Reservation
-from epd.routing.watched import Watched
 from epd.transfer import Params, with_params
 from epd.transfer.encoded import Prompt
 from epd.transfer.kv import Handover, KVTransfer, Prefilled
@@ -331,8 +330,7 @@ class PrefillDecode:
     def _final_error(self, attempt: Attempt, instance: Instance, error: ProxyError) -> ProxyError:
         """Return the final error of an attempt, after counting a death of its instance."""
         watched, items = attempt.request.watched, attempt.consumer_identities
-        self._fatal.count_death(error, instance, watched, items)
-        return self._fatal.final_error(error, instance, watched, items)
+        return self._fatal.count_death(error, instance, watched, items)
 
 
 def _for_prefill(request: Request, prefix: Prefix) -> Prefix:

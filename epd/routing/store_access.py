@@ -13,8 +13,8 @@ A consumer that encodes media itself writes the outputs to the store only with t
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 
-from epd.routing.host_report import Host
 from epd.routing.instances import CONSUMERS, Instance, Role
+from epd.routing.reports import Host
 from epd.routing.table import InstanceTable
 
 

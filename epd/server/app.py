@@ -65,7 +65,6 @@ from epd.routing.balance import Choice
 from epd.routing.fatal import FatalRequests
 from epd.routing.health import HealthState
 from epd.routing.instances import ANSWERING, Instance, Role
-from epd.routing.recent_items import RecentItems
 from epd.routing.registry import Change, InstanceSource, Registry
 from epd.routing.store_access import StoreAccess
 from epd.routing.table import InstanceTable
@@ -276,7 +275,7 @@ async def _pipeline(  # noqa: PLR0913, PLR0917 - its collaborators
     app[METRICS].add_source(partial(quarantine_metrics, fatal))
     app[MEDIA_KEYS] = keys = Keys(cache)
     stages = Stages(upstream)
-    choices = Choices(table, RecentItems())
+    choices = Choices(table)
     by_content = "content" in {config.prefill_balance, config.decode_balance}
     async with aclosing(Releases(stages, transfer, fatal, choices)) as releases:
         prefill_decode = PrefillDecode(

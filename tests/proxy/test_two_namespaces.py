@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 
 from ec_store import EntryKey, Store
-from epd.routing.recent_items import RecentItems
+from epd.request.choices import RecentItems
 from tests.requests import image, png, request, text
 from tests.support.backed import BUDGET_S, Both, items_of, parts_of
 from tests.support.fake_instance import refuses

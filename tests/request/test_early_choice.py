@@ -11,8 +11,8 @@ from ec_store.keys import EntryKey
 from epd.encoder_cache.identity import Identifiers
 from epd.request.attempt import Attempt
 from epd.request.early_choice import EarlyChoice
-from epd.routing.host_report import Host
 from epd.routing.instances import Instance, Role
+from epd.routing.reports import Host
 from epd.routing.store_access import StoreAccess
 from epd.routing.table import InstanceTable
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.routing.host_report import Host, read_host
+from epd.routing.reports import Host, read_host
 
 A = Host("shm+tls://a:8101", "aa", "cafe")
 B = Host("shm+tls://b:8101", "bb", "cafe")

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from epd.errors import NoInstance, UpstreamUnreachable
 from epd.routing.balance import Choice
-from epd.routing.host_report import Host
 from epd.routing.instances import Instance, Role
-from epd.routing.reports import NAMESPACE, read_namespace, writes_outputs
+from epd.routing.reports import NAMESPACE, Host, read_namespace, writes_outputs
 from epd.routing.store_access import StoreAccess
 from epd.routing.table import Candidate, InstanceTable
 
