@@ -104,8 +104,12 @@ class HostStores:
         """
 
         async def find(host: Host) -> Mapping[EntryKey, EntryInfo] | None:
-            claims = self.claims_at(host)
-            return None if claims is None else await claims.cache.find_here(keys[host])
+            claims, here = self.claims_at(host), keys[host]
+            if claims is None or not here:
+                return None
+            store, budget_s = self._servers[host.address].store, self._config.ec_store_budget_s
+            infos = await claims.cache.call("lookup", lambda _: store.find_here(here), budget_s)
+            return None if infos is None else {info.key: info for info in infos if info is not None}
 
         found = await asyncio.gather(*(find(host) for host in keys))
         pairs = zip(keys, found, strict=True)

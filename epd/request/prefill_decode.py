@@ -55,7 +55,7 @@ class Prefilling(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class DecodeAnswer:
-    """Decode's answer, opened. It must be closed, or used as a context.
+    """Decode's answer, opened. It must be used as a context.
 
     It refers to no body: that of the request can be freed.
 
@@ -85,7 +85,10 @@ class DecodeAnswer:
         if self.consumer_claims is not None:
             end_claims(self.consumer_claims, entries_coming=error is None)
 
-    def close(self, error: BaseException | None) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Close the answer, and judge its instance by the error."""
         self.end_claims(error)
         if self.span is not None:
@@ -99,12 +102,6 @@ class DecodeAnswer:
             self._fatal.record_survival(watched, items)
         elif isinstance(error, ProxyError):
             self._fatal.count_death(error, self._using.instance, watched, items)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self.close(error)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -303,7 +300,7 @@ class PrefillDecode:
             await wait_both(prefilling, decoding)
         except BaseException:
             if _has_result(decoding):  # the instance of an abandoned answer is not blamed
-                decoding.result().close(asyncio.CancelledError())
+                decoding.result().__exit__(None, asyncio.CancelledError(), None)
             raise
         return replace(decoding.result(), usage=prefilling.result().usage)
 
