@@ -38,7 +38,7 @@ from epd.errors import (
 from epd.request.attempt import Attempt
 from epd.request.encode_job import EncodeJob, MissingItem, Target
 from epd.request.encode_retries import MAX_ENCODES, EncodeFailure, encode_delay_s
-from epd.request.item_tokens import TokenCounts, media_tokens
+from epd.request.item_tokens import predict_tokens
 from epd.request.placement import AT_CONSUMER, OVERLOADED, Placement
 from epd.request.stages import Stages
 from epd.routing.balance import Choice
@@ -74,7 +74,6 @@ class Encoder:
     _fatal: FatalRequests
     _placement: Placement
     _identifiers: Identifiers
-    _token_counts: TokenCounts = field(default_factory=TokenCounts)
     _flights: Flights[Hashable, "tuple[EncodedItem, Span | None]"] = field(default_factory=Flights)
     _retries: Retries = field(default_factory=Retries)
 
@@ -197,7 +196,7 @@ class Encoder:
                 record.add_wait()
             else:
                 waits = False
-                left.append(each._replace(tokens=self._predict_tokens(job, each.item)))
+                left.append(each._replace(tokens=predict_tokens(each.item)))
         if left:
             record.add_placements([AT_CONSUMER.labels] * len(left))
         return hits | {each.item: _left(each) for each in left}
@@ -210,10 +209,9 @@ class Encoder:
         Raises:
             UnknownMedia: one of them has no media.
         """
-        record = job.request.record
-        tokens, under_way = self._predict_tokens, self._is_under_way
+        record, under_way = job.request.record, self._is_under_way
         items = [
-            each._replace(tokens=tokens(job, each.item), under_way=under_way(job, each))
+            each._replace(tokens=predict_tokens(each.item), under_way=under_way(job, each))
             for each in missing
         ]
         placed = self._placement.place_items(job, items, hits)
@@ -228,10 +226,6 @@ class Encoder:
                     param=each.item.param_path,
                 )
         return placed
-
-    def _predict_tokens(self, job: EncodeJob, item: MMItem) -> int:
-        model = job.request.body.get("model")
-        return self._token_counts.predict_tokens(model, item.modality, item.pixels)
 
     def _is_under_way(self, job: EncodeJob, missing: MissingItem) -> bool:
         """Return whether another request or another proxy is making an item's output."""
@@ -408,8 +402,6 @@ class Encoder:
             raise error from failure.__cause__
         request.doubts.settle(instance, item)
         self._fatal.record_survival(request.watched, (item.identity,), body=False)
-        reported = media_tokens(output.metadata)
-        self._token_counts.learn_tokens(body.get("model"), item.modality, item.pixels, reported)
         if output.namespace is not None:
             self._access.record_namespace(instance, output.namespace)
         # The consumer cannot find an output that is written to another namespace.

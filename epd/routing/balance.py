@@ -3,7 +3,6 @@
 import math
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
-from copy import copy
 from operator import attrgetter
 from typing import Protocol
 
@@ -123,23 +122,31 @@ class Choice:
 
     Attributes:
         roles: roles of the instances.
-        fits: predicate of the instances that can serve the request; None for all.
     """
 
-    def __init__(self, table: InstanceTable, *roles: Role) -> None:
-        """Choose among the instances of these roles; the first role is the name of the stage."""
+    def __init__(
+        self,
+        table: InstanceTable,
+        *roles: Role,
+        balances: Mapping[BalanceName | ItemBalanceName, Balance] | None = None,
+        fits: Callable[[Instance], bool] | None = None,
+    ) -> None:
+        """Choose among the instances of these roles that meet a predicate; None for all.
+
+        The first role is the name of the stage. `balances` are the algorithms, with their state.
+        """
         self.roles = roles
         self._table = table
-        self.fits: Callable[[Instance], bool] | None = None
-        self._balances = {name: make() for name, make in BALANCES.items()}
+        self._balances = balances or {name: make() for name, make in BALANCES.items()}
+        self._fits = fits
 
     def among(self, fits: Callable[[Instance], bool] | None) -> "Choice":
         """Return this choice among the instances that also meet a predicate; None for all."""
         if fits is None:
             return self
-        some, before = copy(self), self.fits
-        some.fits = fits if before is None else lambda each: before(each) and fits(each)
-        return some
+        before = self._fits
+        both = fits if before is None else lambda each: before(each) and fits(each)
+        return Choice(self._table, *self.roles, balances=self._balances, fits=both)
 
     def best_instance(  # noqa: PLR0913 - the inputs of a choice
         self,
@@ -206,7 +213,7 @@ class Choice:
             stage = self.roles[0]
             fitting = (
                 ""
-                if self.fits is None
+                if self._fits is None
                 else " with the namespace of the request's consumer and within its reach"
             )
             raise NoInstance(f"there is no {stage} instance{fitting}", slug=f"no_{stage}")
@@ -225,7 +232,7 @@ class Choice:
         return ()
 
     def _fitting(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-        if (fits := self.fits) is None:
+        if (fits := self._fits) is None:
             return candidates
         return [candidate for candidate in candidates if fits(candidate.instance)]
 

@@ -17,7 +17,7 @@ from ec_store import EntryKey
 from epd.api.items import MMItem
 from epd.policies.policy import Course, ItemRule
 from epd.request.encode_job import EncodeJob, MissingItem
-from epd.request.item_tokens import PIXELS_PER_TOKEN, TokenCounts
+from epd.request.item_tokens import PIXELS_PER_TOKEN, predict_tokens
 from epd.request.placement import Placement
 from epd.request.request import Request
 from epd.routing.balance import Choice
@@ -87,7 +87,6 @@ class EncodeFleet:
         for one in decodes:
             access.record_writes(one, writes=True)
         self._placement = Placement(self.table, access)
-        self._token_counts = TokenCounts()
         self._encodes = Choice(self.table, Role.ENCODE)
         self._decodes = Choice(self.table, Role.PREFILL_DECODE)
         self._free_s = dict.fromkeys([*encodes, *decodes], 0.0)
@@ -142,8 +141,7 @@ class EncodeFleet:
         )
         request = Request("r", {}, CONFIG, body={"model": "m"}, items=[item])
         job = EncodeJob(request, Course(items=self.rule))
-        predicted = self._token_counts.predict_tokens("m", item.modality, item.pixels)
-        missing = MissingItem(item, None, EntryKey("n", "key"), predicted)
+        missing = MissingItem(item, None, EntryKey("n", "key"), predict_tokens(item))
         [placed] = self._placement.place_items(job, [missing])
         return placed
 
