@@ -172,11 +172,8 @@ class Encoder:
         A request waits only if its own consumer has to encode none of its items: otherwise it is
         sent with all its media anyway, and two requests must not wait for each other.
         """
-        record, clock, claims = (
-            job.request.record,
-            asyncio.get_running_loop().time,
-            job.target.claims,
-        )
+        record, claims = job.request.record, job.target.claims
+        clock = asyncio.get_running_loop().time
         waits, until_s = False, 0.0
         if claims is not None and self._access.consumers_share():
             keys = [each.entry_key for each in missing]
