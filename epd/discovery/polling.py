@@ -12,11 +12,9 @@ from ec_store.bounded import BoundedDict
 from epd.aio import Background
 from epd.config.sections import ConfigFields
 from epd.errors import Overloaded, ProxyError
-from epd.routing.host_report import Host, read_host
-from epd.routing.hosts import InstanceHosts
 from epd.routing.instances import Instance
-from epd.routing.namespaces import Namespaces
-from epd.routing.reports import Report, read_namespace, read_report, writes_outputs
+from epd.routing.reports import Host, Report, read_host, read_namespace, read_report, writes_outputs
+from epd.routing.store_access import StoreAccess
 from epd.routing.table import InstanceTable
 from epd.upstream import Upstream
 
@@ -121,13 +119,13 @@ class _MetricsPage(NamedTuple):
     host: Host | None
 
 
-def poll_metrics(  # noqa: PLR0913, PLR0917 - what it reports to
+def poll_metrics(  # noqa: PLR0913 - what it reports to
     table: InstanceTable,
-    namespaces: Namespaces,
-    hosts: InstanceHosts,
+    access: StoreAccess,
     upstream: Upstream,
     config: ConfigFields,
     background: Background,
+    *,
     note_page: Callable[[str, bytes], None] = lambda *_: None,
 ) -> AbstractAsyncContextManager[None]:
     """Ask for metrics in the background, every `load_interval_s`, until the context exits.
@@ -152,9 +150,9 @@ def poll_metrics(  # noqa: PLR0913, PLR0917 - what it reports to
     def record_page(instance: Instance, page: _MetricsPage | None) -> None:
         table.record_report(instance, page and page.report, interval_s)
         if page is not None and config.ec_store is not None:
-            namespaces.record_namespace(instance, page.namespace)
-            namespaces.record_writes(instance, writes=page.writes_outputs)
-            hosts.record_host(instance, page.host)
+            access.record_namespace(instance, page.namespace)
+            access.record_writes(instance, writes=page.writes_outputs)
+            access.record_host(instance, page.host)
 
     tick_s = min(interval_s / 8, TICK_S)
     return poll_instances(

@@ -96,6 +96,13 @@ class Claim:
             self._claims.give_back([self._key])
 
 
+def end_claims(claims: list[Claim], *, entries_coming: bool) -> None:
+    """End the claims of the entries that a request's consumer makes, and forget them."""
+    for claim in claims:
+        claim.end(entry_coming=entries_coming)
+    claims.clear()
+
+
 class Waited(NamedTuple):
     """Result of a wait for an entry that others make: the entry, or the claim to make it, if any.
 

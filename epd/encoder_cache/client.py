@@ -13,7 +13,6 @@ from typing import Any, Literal, Self, TypeVar
 
 import structlog
 
-from ec_store.arena.aio_store import AsyncArenaStore
 from ec_store.base import StoreStats
 from ec_store.bounded import BoundedDict
 from ec_store.concurrency import OPEN_S, Breaker
@@ -150,22 +149,6 @@ class EncoderCache:
         limit_s = PATIENT_S if patient else self._config.ec_store_budget_s
         infos = await self.call("lookup", lambda store: store.lookup(keys), limit_s)
         return None if infos is None else self.note_found(infos)
-
-    async def find_here(self, keys: Sequence[EntryKey]) -> Mapping[EntryKey, EntryInfo] | None:
-        """Return the entries in a host's memory, without its tier and without a lease.
-
-        None: the server did not answer in time, or there is nothing to look up.
-        """
-
-        async def find(store: ProxyStore) -> list[EntryInfo | None]:
-            if isinstance(store, AsyncArenaStore):
-                return await store.find_here(keys)
-            return await store.lookup(keys)
-
-        infos = await self.call("lookup", find, self._config.ec_store_budget_s) if keys else None
-        if infos is None:
-            return None
-        return {info.key: info for info in infos if info is not None}
 
     def note_found(self, infos: Iterable[EntryInfo | bool | None]) -> dict[EntryKey, EntryInfo]:
         """Return the found entries by key, and lease them soon after."""

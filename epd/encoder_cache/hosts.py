@@ -22,7 +22,7 @@ from epd.aio import Background
 from epd.config.sections.transfers import TransferSettings
 from epd.encoder_cache.claims import Claims
 from epd.encoder_cache.client import EncoderCache, Operation, Result
-from epd.routing.host_report import Host
+from epd.routing.reports import Host
 
 MAX_HOSTS = 1024
 """Upper bound of the servers. Instances of further hosts are served without look-ups."""
@@ -104,8 +104,12 @@ class HostStores:
         """
 
         async def find(host: Host) -> Mapping[EntryKey, EntryInfo] | None:
-            claims = self.claims_at(host)
-            return None if claims is None else await claims.cache.find_here(keys[host])
+            claims, here = self.claims_at(host), keys[host]
+            if claims is None or not here:
+                return None
+            store, budget_s = self._servers[host.address].store, self._config.ec_store_budget_s
+            infos = await claims.cache.call("lookup", lambda _: store.find_here(here), budget_s)
+            return None if infos is None else {info.key: info for info in infos if info is not None}
 
         found = await asyncio.gather(*(find(host) for host in keys))
         pairs = zip(keys, found, strict=True)

@@ -10,6 +10,10 @@ from epd.request.request import Request
 from epd.routing.instances import Instance
 from epd.transfer.encoded import EncodedItem
 
+Place = tuple[str | None, str | None]
+"""Where a consumer reads encoder outputs: its namespace in the store, and the address of its host's
+server; None for what is unknown."""
+
 
 class SendForm(IntEnum):
     """Form in which items are sent to prefill and decode. A retry may need a later one."""
@@ -43,8 +47,7 @@ class Attempt(NamedTuple):
         without_prefill: whether decode does prefill's work.
         encoded_items: an encoder output for each item, from this attempt or an earlier one; None
             before the first encode.
-        namespace: namespace of the consumer for which they were encoded, if it is known.
-        host: address of the server of that consumer's host, if each host has a memory.
+        place: where the consumer reads for which they were encoded.
         worth: returns the worth of a consumer by the entries of its host; None: all have the same.
     """
 
@@ -60,8 +63,7 @@ class Attempt(NamedTuple):
     reencode: bool = False
     without_prefill: bool = False
     encoded_items: Sequence[EncodedItem] | None = None
-    namespace: str | None = None
-    host: str | None = None
+    place: Place | None = None
     worth: Callable[[Instance], float] | None = None
 
     def tried_prefills(self, chosen: Instance | None) -> tuple[Instance, ...]:

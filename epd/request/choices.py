@@ -1,22 +1,47 @@
 """Choice of the prefill and the decode instance: by the table, or by the client's header."""
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
 
+from ec_store.bounded import BoundedDict
 from epd.errors import BadRequest, NoInstance, RequestRefused, Stage
 from epd.request.attempt import Attempt
 from epd.request.request import Request
 from epd.routing.balance import Choice
 from epd.routing.instances import ANSWERING, Instance, Role
 from epd.routing.prefix import NO_PREFIX, Prefix
-from epd.routing.recent_items import BY_CONTENT, RecentItems
 from epd.routing.table import InstanceTable
 from epd.routing.urls import is_allowed, service_url
 
 CLIENT_URL = re.compile(r"https?://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]+)?")
 """Valid URLs of an instance outside the table. A URL with a path is rejected, and so is a host that
 parsers could read in two ways."""
+
+
+BY_CONTENT = ("content", "session")
+"""Balances that already send related requests to one instance."""
+
+MAX_ITEMS = 65536
+"""Upper bound of the items that are remembered."""
+
+
+class RecentItems:
+    """The last instance of each item, which may have its encoder output. Of one event loop."""
+
+    def __init__(self, max_items: int = MAX_ITEMS) -> None:
+        self._urls: BoundedDict[str, str] = BoundedDict(max_items)
+
+    def nearest_url(self, identities: Sequence[str]) -> str | None:
+        """Return the URL of the instance with the most of these items; None if none is known."""
+        known = [url for name in identities if (url := self._urls.get(name)) is not None]
+        return Counter(known).most_common(1)[0][0] if known else None
+
+    def record(self, identities: Sequence[str], url: str) -> None:
+        """Remember that a request with these items goes to an instance."""
+        for name in identities:
+            self._urls[name] = url
 
 
 class Choices:
@@ -26,10 +51,9 @@ class Choices:
     `--decode-hosts`: a client must not make the proxy connect to an arbitrary host.
     """
 
-    def __init__(self, table: InstanceTable, recent: RecentItems) -> None:
-        """Choose from the table. `recent` tells where items were used last."""
+    def __init__(self, table: InstanceTable) -> None:
         self._table = table
-        self._recent = recent
+        self._recent = RecentItems()
         self._prefills = Choice(table, Role.PREFILL)
         self._decodes = Choice(table, *ANSWERING)
 
@@ -152,14 +176,13 @@ class Choices:
             prefer = prefer or self._recent.nearest_url(items)
         instance = request.watched.choose_instance(
             stage,
-            lambda fits: choice.best_instance(
+            lambda fits: choice.among(fits).best_instance(
                 tried,
                 balance=balance,
                 session=request.session,
                 prefix=prefix if balance == "content" else NO_PREFIX,
                 prefer=prefer,
                 worth=attempt.worth if encodes else None,
-                fits=fits,
             ),
         )
         if items:

@@ -1,67 +1,64 @@
-"""Choice of a request's consumer before its items are encoded."""
+"""Choice of a request's consumer before its items are encoded.
+
+If each host of the fleet has a memory of its own, a consumer reads only what its host's memory has,
+or can get from the tier behind it. So the consumer is chosen first, and the encode instances by
+what that host can read. Of equal consumers, the best is on the host that has most of the request's
+entries.
+"""
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
 
 from ec_store.entry import EntryInfo
 from ec_store.keys import EntryKey
+from epd.encoder_cache.claims import Claims
+from epd.encoder_cache.hosts import HostStores
+from epd.encoder_cache.identity import Identifiers, output_key
 from epd.request.attempt import Attempt
-from epd.request.host_choice import HostChoice
+from epd.request.encode_job import Target
 from epd.request.prefill_decode import needs_prefill
 from epd.request.prefix import request_prefix
-from epd.routing.host_report import Host
-from epd.routing.instances import CONSUMERS, Role
-from epd.routing.namespaces import Namespaces
+from epd.routing.instances import CONSUMERS, Instance, Role
 from epd.routing.prefix import NO_PREFIX, Prefix
+from epd.routing.reports import Host
+from epd.routing.store_access import StoreAccess
 from epd.routing.table import InstanceTable, Reservation
 
+REACHED = 0.5
+"""Worth of a host for which missing entries can be encoded; less than any entry's."""
 
-class Target(NamedTuple):
-    """Receiver of a request's encoder outputs, as far as it is known before the encode.
-
-    Attributes:
-        first: place at the instance that computes the prompt; None if it is chosen later.
-        namespace: namespace in which the consumer looks up outputs; None if unknown.
-        host: server of the consumer's host, if each host has a memory; None if unknown.
-        found: entries that the memory of that host has; None if it was not asked.
-    """
-
-    first: Reservation | None = None
-    namespace: str | None = None
-    host: Host | None = None
-    found: Mapping[EntryKey, EntryInfo] | None = None
-
-    @property
-    def consumer(self) -> Reservation | None:
-        """The place at that instance, if it reads encoder outputs."""
-        reads = self.first is not None and self.first.instance.role in CONSUMERS
-        return self.first if reads else None
-
-
-ANY_CONSUMER = Target()
+Found = Mapping[str, Mapping[EntryKey, EntryInfo]]
+"""Stored entries of a request, by the address of the host that has them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EarlyChoice:
     """Choice of the consumer before the encode, if an output is usable by only one of them.
 
-    This is so if outputs are pushed to it, or if consumers have different namespaces, or memories:
-    `_hosts` is None if all have one store.
+    This is so if outputs are pushed to it, or if consumers have different namespaces, or memories.
+    `_claims` are those in the store of all instances; `_hosts` are the memories of their hosts.
     """
 
     _table: InstanceTable
-    _namespaces: Namespaces
+    _access: StoreAccess
     _choose_first: Callable[[Attempt, Prefix], Awaitable[Reservation]]
     _pushed: bool
     _by_content: bool
-    _hosts: HostChoice | None = None
+    _claims: Claims | None
+    _hosts: HostStores | None
+    _identifiers: Identifiers
 
-    @property
-    def shared_namespace(self) -> str | None:
-        """The namespace of all consumers; None if it is unknown, or if they have several."""
-        known = self._namespaces.of_consumers()
-        return next(iter(known)) if len(known) == 1 else None
+    def target(self, first: Reservation | None = None) -> Target:
+        """Return the receiver of outputs. Without a consumer, its namespace is that of all."""
+        if first is not None and first.instance.role in CONSUMERS:
+            namespace = self._access.namespace_of(first.instance)
+        else:
+            known = self._access.of_consumers()
+            namespace = next(iter(known)) if len(known) == 1 else None
+        shares = partial(self._access.shares_namespace, namespace=namespace)
+        fits = None if namespace is None else shares
+        return Target(first, namespace, None, fits, self._claims)
 
     async def choose_target(self, attempt: Attempt) -> Target:
         """Return the receiver of the request's outputs, chosen now if it must be.
@@ -69,19 +66,73 @@ class EarlyChoice:
         Raises:
             ProxyError: no instance is available, or the choice failed.
         """
-        differ = attempt.course.encode and len(self._namespaces.of_consumers()) > 1
+        encodes, hosts = attempt.course.encode, self._hosts
+        differ = encodes and len(self._access.of_consumers()) > 1
         may_consume = needs_prefill(attempt) or self._table.has(Role.PREFILL_DECODE)
-        by_host = attempt.course.encode and self._hosts is not None
+        by_host = encodes and hosts is not None
         if not ((self._pushed or differ or by_host) and may_consume):
-            return Target(namespace=self.shared_namespace)
+            return self.target()
         prefix = request_prefix(attempt.request) if self._by_content else NO_PREFIX
-        found: Mapping[str, Mapping[EntryKey, EntryInfo]] = {}
-        if by_host and self._hosts is not None:
-            found = await self._hosts.find(attempt)
-            attempt = attempt._replace(worth=self._hosts.worth(attempt, found))
-        first = await self._choose_first(attempt, prefix)
-        if first.instance.role not in CONSUMERS:
-            return Target(first, self.shared_namespace)
-        host = None if self._hosts is None else self._hosts.host_of(first.instance)
-        known = None if host is None else found.get(host.address)
-        return Target(first, self._namespaces.namespace_of(first.instance), host, known)
+        found: Found = {}
+        if encodes and hosts is not None:
+            # With a single host there is nothing to choose: it is asked later, with its tier.
+            keys = {} if attempt.reencode else self._keys(attempt)
+            found = await hosts.find_here(keys) if len(keys) > 1 else {}
+            attempt = attempt._replace(worth=self.worth(attempt, found))
+        target = self.target(await self._choose_first(attempt, prefix))
+        if hosts is None or target.consumer is None:
+            return target
+        host = self._access.host_of(target.consumer.instance)
+        fits = partial(self._access.reaches, namespace=target.namespace, host=host)
+        entries = None if host is None else found.get(host.address)
+        return target._replace(host=host, fits=fits, claims=hosts.claims_at(host), found=entries)
+
+    def worth(self, attempt: Attempt, found: Found) -> Callable[[Instance], float] | None:
+        """Return the worth of a consumer: the bytes of the entries that its host has.
+
+        They are worth nothing where the other items cannot be encoded: the consumer then gets all
+        media of the request. None: all consumers are on the same host.
+        """
+        consumers = self._hosts_of(*CONSUMERS)
+        if len({host and host.address for host in consumers}) < 2:  # noqa: PLR2004
+            return None
+        encoders, items = self._hosts_of(Role.ENCODE), len(attempt.request.items)
+        by_address: dict[str, float] = {}
+        for host in consumers:
+            if host is not None:
+                reached = any(each is not None and each.reaches(host) for each in encoders)
+                entries = found.get(host.address, {})
+                # One key may be that of several items: too small a number only doubts a whole host.
+                counts = reached or len(entries) >= items
+                total = sum(info.size_bytes for info in entries.values()) if counts else 0
+                by_address[host.address] = REACHED * reached + total
+
+        def worth(instance: Instance) -> float:
+            host = self._access.host_of(instance)
+            return 0.0 if host is None else by_address.get(host.address, 0.0)
+
+        return worth
+
+    def _hosts_of(self, *roles: Role) -> set[Host | None]:
+        """Return the hosts of the usable instances; None stands for those that name none."""
+        return {candidate.load.host for candidate in self._table.usable_candidates(*roles)}
+
+    def _keys(self, attempt: Attempt) -> dict[Host, list[EntryKey]]:
+        """Return the keys of a request's entries on the host of each consumer."""
+        body = attempt.request.body
+        outputs = [output_key(body, item) for item in attempt.request.items]
+        known = [self._identifiers.identifier_of(output) for output in outputs if output]
+        identifiers = [*dict.fromkeys(identifier for identifier in known if identifier)]
+        hosts: dict[str, Host] = {}
+        namespaces: dict[Host, set[str]] = {}
+        for candidate in self._table.usable_candidates(*CONSUMERS):
+            if (host := candidate.load.host) is None:
+                continue
+            # After a restart of its server, instances name its memories at different times.
+            host = hosts.setdefault(host.address, host)
+            namespace = candidate.load.namespace
+            namespaces.setdefault(host, set()).update({namespace} if namespace else ())
+        return {
+            host: [EntryKey(name, known) for name in sorted(names) for known in identifiers]
+            for host, names in namespaces.items()
+        }

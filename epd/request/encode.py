@@ -14,17 +14,17 @@ The steps for one item, each taken unless an earlier one has the output:
 """
 
 import asyncio
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ec_store.entry import EntryInfo
 from ec_store.keys import EntryKey
 from epd.aio import Flights, gather_first
 from epd.api.items import MMItem, feature_count
-from epd.encoder_cache.claims import Claims, Waited
+from epd.encoder_cache.claims import Claim, Waited
 from epd.encoder_cache.identity import Identifiers, OutputKey, output_key
 from epd.errors import (
     NoInstance,
@@ -35,17 +35,17 @@ from epd.errors import (
     drop_tracebacks,
     no_store,
 )
-from epd.request.encode_job import EncodeJob, MissingItem, PlacedItem
+from epd.request.attempt import Attempt
+from epd.request.encode_job import EncodeJob, MissingItem, Target
 from epd.request.encode_retries import MAX_ENCODES, EncodeFailure, encode_delay_s
-from epd.request.item_tokens import TokenCounts, media_tokens
+from epd.request.item_tokens import predict_tokens
 from epd.request.placement import AT_CONSUMER, OVERLOADED, Placement
 from epd.request.stages import Stages
 from epd.routing.balance import Choice
 from epd.routing.fatal import FatalRequests
-from epd.routing.host_report import Host
 from epd.routing.instances import Instance, Role
-from epd.routing.namespaces import Namespaces
 from epd.routing.retries import Retries
+from epd.routing.store_access import StoreAccess
 from epd.routing.table import InstanceTable, Work
 from epd.transfer.ec import ECTransfer
 from epd.transfer.encoded import EncodedItem, OutputFacts, from_entry
@@ -58,67 +58,50 @@ AT_ONCE = 16
 requests, and few fleets have more encode instances."""
 
 
-class Looked(NamedTuple):
-    """Result of the lookup of a request's items.
-
-    Attributes:
-        hits: items with stored outputs.
-        missing: the other items.
-        claimed_keys: keys of missing entries that were claimed, for `Claims.give_back`.
-    """
-
-    hits: dict[MMItem, EncodedItem]
-    missing: list[MissingItem]
-    claimed_keys: Sequence[EntryKey] = ()
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Encoder:
     """Provider of the encoder outputs of requests. Belongs to one event loop.
 
-    `_choice` is among the encode instances, and `_consumers` among those that prefill. `_claims_at`
-    returns the claims at the server of a consumer's host; None if all instances have one store.
+    `_choice` is among the encode instances, and `_consumers` among those that prefill.
     """
 
     _table: InstanceTable
     _choice: Choice
     _consumers: Choice
     _stages: Stages
-    _namespaces: Namespaces
+    _access: StoreAccess
     _transfer: ECTransfer
     _fatal: FatalRequests
-    _token_counts: TokenCounts
     _placement: Placement
-    _claims: Claims | None
-    _claims_at: Callable[[Host | None], Claims | None] | None = None
-    identifiers: Identifiers = field(default_factory=Identifiers)
+    _identifiers: Identifiers
     _flights: Flights[Hashable, "tuple[EncodedItem, Span | None]"] = field(default_factory=Flights)
     _retries: Retries = field(default_factory=Retries)
 
     async def encode(
-        self, job: EncodeJob, consumer_claims: ExitStack | None = None
+        self, attempt: Attempt, target: Target, consumer_claims: list[Claim]
     ) -> list[EncodedItem]:
         """Return the source and the known facts of each item's output; encode missing ones.
 
         At most `AT_ONCE` encodes of one request run in parallel, and all of them end within
-        `--encode-timeout-s`. The claims of the entries that the request's consumer will encode are
-        entered into `consumer_claims`; without a consumer it is None.
+        `--encode-timeout-s`. All items go to their consumer with their media if the policies or
+        the endpoint have no encode stage, or if no consumer can receive pushed outputs.
+
+        The claims of the entries that the request's consumer will encode are added to
+        `consumer_claims`.
 
         Raises:
             ProxyError: an item failed; encodes of the others that no request shares are cancelled.
         """
-        if self._claims_at is not None:  # one store for the whole job, whatever instances name
-            at_host = replace(self, _claims=self._claims_at(job.host), _claims_at=None)
-            return await at_host.encode(job, consumer_claims)
-        request, record = job.request, job.request.record
-        if self._placement.skips_encode(job):
-            return [EncodedItem(item, OutputFacts(), "local") for item in request.items]
+        request, course, pushed = attempt.request, attempt.course, self._transfer.pushed
+        job, record = EncodeJob(request, course, target, pushed, attempt.reencode), request.record
+        no_receiver = pushed and target.consumer is None
+        if no_receiver or not (course.encode and request.endpoint.encodes):
+            return [_left(MissingItem(item)) for item in request.items]
         record.begin_encode()
         outputs, missing, claimed_keys = await self._look_up(job)
         try:
             record.wait_for("encode")
-            leaves = job.course.consumer_encodes and job.has_all_media
-            if missing and leaves and consumer_claims is not None:
+            if missing and course.consumer_encodes and job.has_all_media:
                 outputs |= await self._leave_items(job, missing, consumer_claims)
             elif missing:
                 placed = self._place_items(job, missing, outputs.values())
@@ -129,26 +112,30 @@ class Encoder:
                 for encoded_item in made:
                     outputs[encoded_item.item] = encoded_item
         finally:
-            if self._claims is not None:
-                self._claims.give_back(claimed_keys)
+            if target.claims is not None:
+                target.claims.give_back(claimed_keys)
         # Meanwhile an item may have ended the instances of other requests.
         self._fatal.check(request.watched, [item.identity for item in request.items])
         encoded_items = [outputs[item] for item in request.items]
         record.add_items([(each.result, each.item.modality) for each in encoded_items])
         return encoded_items
 
-    async def _look_up(self, job: EncodeJob) -> Looked:
+    async def _look_up(
+        self, job: EncodeJob
+    ) -> tuple[dict[MMItem, EncodedItem], list[MissingItem], Sequence[EntryKey]]:
         """Look up the items in the store, and claim missing ones.
+
+        Return the stored outputs, the other items, and the keys for `Claims.give_back`.
 
         Raises:
             RequestRefused: 503, the store did not answer, and an item has no media.
         """
-        items, claims = self._keyed(job), self._claims
+        items, (claims, known) = self._keyed(job), (job.target.claims, job.target.found)
         keys = [*dict.fromkeys([each.entry_key for each in items if each.entry_key is not None])]
         if claims is None or not keys:
-            return Looked({}, items)
+            return {}, items, ()
         with job.request.record.time_stage("store", "lookup"):
-            lookup = await claims.look_up(keys, patient=not job.has_all_media, known=job.found)
+            lookup = await claims.look_up(keys, patient=not job.has_all_media, known=known)
         if lookup.found is None and not job.has_all_media:
             raise no_store("the encoder store did not answer; retry later, or send the media")
         found, hits, missing = lookup.found or {}, dict[MMItem, EncodedItem](), []
@@ -160,79 +147,80 @@ class Encoder:
                 missing.append(
                     each if lookup.claimed_keys is not None else each._replace(entry_key=None)
                 )
-        return Looked(hits, missing, lookup.claimed_keys or ())
+        return hits, missing, lookup.claimed_keys or ()
 
     def _keyed(self, job: EncodeJob) -> list[MissingItem]:
         """Return the items with their keys; without that of an entry that is not looked up."""
-        body, cache = job.request.body, None if self._claims is None else self._claims.cache
-        namespace = None
-        if cache is not None:
-            namespace = job.namespace or cache.namespace(body.get("model"))
+        body, claims, namespace = job.request.body, job.target.claims, None
+        if claims is not None:
+            namespace = job.target.namespace or claims.cache.namespace(body.get("model"))
         keyed: list[MissingItem] = []
         for item in job.request.items:
             key, entry_key = output_key(body, item), None
             is_skipped = job.reencode and item.has_media
             if namespace is not None and key is not None and not is_skipped:
-                identifier = self.identifiers.identifier_of(key)
+                identifier = self._identifiers.identifier_of(key)
                 entry_key = EntryKey(namespace, identifier) if identifier else None
             keyed.append(MissingItem(item, key, entry_key))
         return keyed
 
     async def _leave_items(
-        self, job: EncodeJob, missing: Sequence[MissingItem], consumer_claims: ExitStack
+        self, job: EncodeJob, missing: Sequence[MissingItem], consumer_claims: list[Claim]
     ) -> dict[MMItem, EncodedItem]:
         """Leave the missing items to the consumer, or wait for other requests' consumers.
 
         A request waits only if its own consumer has to encode none of its items: otherwise it is
         sent with all its media anyway, and two requests must not wait for each other.
         """
-        record, clock, claims = job.request.record, asyncio.get_running_loop().time, self._claims
+        record, claims = job.request.record, job.target.claims
+        clock = asyncio.get_running_loop().time
         waits, until_s = False, 0.0
-        if claims is not None and self._namespaces.consumers_share():
+        if claims is not None and self._access.consumers_share():
             keys = [each.entry_key for each in missing]
             shared = [key for key in keys if key is not None and not claims.is_late(key)]
             unused = [claim for key in shared if (claim := claims.use(key)) is not None]
-            for claim in unused:
-                consumer_claims.enter_context(claim)
-            waits = not (unused or job.repeated) and len(shared) == len(keys)
+            consumer_claims += unused
+            waits = not unused and len(shared) == len(keys)
             # Half of the time is left for items that must be encoded by a request of their own.
             until_s = clock() + min(claims.consumer_wait_s, job.left_s / 2)
-        hits, left = dict[MMItem, EncodedItem](), list[PlacedItem]()
+        hits, left = dict[MMItem, EncodedItem](), list[MissingItem]()
         for each in missing:
             waited = await self._wait(job, each, until_s - clock()) if waits else Waited()
             if waited.claim is not None:
-                consumer_claims.enter_context(waited.claim)
+                consumer_claims.append(waited.claim)
             if (hit := _hit(each.item, waited.entry)) is not None:
                 hits[each.item] = hit
                 record.add_wait()
             else:
                 waits = False
-                left.append(PlacedItem(each, self._placement.predict_tokens(job, each.item)))
+                left.append(each._replace(tokens=predict_tokens(each.item)))
         if left:
             record.add_placements([AT_CONSUMER.labels] * len(left))
-        return hits | {each.missing.item: _left(each) for each in left}
+        return hits | {each.item: _left(each) for each in left}
 
     def _place_items(
         self, job: EncodeJob, missing: Sequence[MissingItem], hits: Iterable[EncodedItem]
-    ) -> Sequence[PlacedItem]:
+    ) -> Sequence[MissingItem]:
         """Return the missing items with their places.
 
         Raises:
             UnknownMedia: one of them has no media.
         """
-        record = job.request.record
-        tokens, under_way = self._placement.predict_tokens, self._is_under_way
-        items = [PlacedItem(each, tokens(job, each.item), under_way(job, each)) for each in missing]
+        record, under_way = job.request.record, self._is_under_way
+        items = [
+            each._replace(tokens=predict_tokens(each.item), under_way=under_way(job, each))
+            for each in missing
+        ]
         placed = self._placement.place_items(job, items, hits)
         if places := [each.place for each in placed if each.place is not None]:
             record.add_placements([place.labels for place in places])
             if OVERLOADED in places:
                 record.add_degraded("encode-local")
         for each in placed:
-            item = each.missing.item
-            if not (each.at_consumer or item.has_media):
+            if not (each.at_consumer or each.item.has_media):
                 raise UnknownMedia(
-                    "no media are stored under this uuid; send them again", param=item.param_path
+                    "no media are stored under this uuid; send them again",
+                    param=each.item.param_path,
                 )
         return placed
 
@@ -240,10 +228,10 @@ class Encoder:
         """Return whether another request or another proxy is making an item's output."""
         if (missing.output_key, job.sharing) in self._flights:
             return True
-        key = missing.entry_key
-        return self._claims is not None and key is not None and not self._claims.is_unused(key)
+        claims, key = job.target.claims, missing.entry_key
+        return claims is not None and key is not None and not claims.is_unused(key)
 
-    async def _encode_item(self, job: EncodeJob, placed: PlacedItem) -> EncodedItem:
+    async def _encode_item(self, job: EncodeJob, missing: MissingItem) -> EncodedItem:
         """Return an item after its encode, or leave it to prefill or decode if its place is there.
 
         Requests that need an output at the same time share its encode. Two kinds of output are not
@@ -252,14 +240,14 @@ class Encoder:
         Raises:
             ProxyError: the encode failed, and prefill or decode may not encode the item either.
         """
-        item, record, key = placed.missing.item, job.request.record, placed.missing.output_key
-        if placed.at_consumer:
-            return _left(placed)
+        item, record, key = missing.item, job.request.record, missing.output_key
+        if missing.at_consumer:
+            return _left(missing)
         try:
-            if key is None or self._transfer.pushed:
-                return EncodedItem(item, await self._try_instances(job, placed), "encoded")
+            if key is None or job.pushed:
+                return EncodedItem(item, await self._try_instances(job, missing), "encoded")
             flight = key, job.sharing
-            work = partial(self._encode_once, job, placed, key)
+            work = partial(self._encode_once, job, missing, key)
             for may_repeat in (True, False):
                 joins = flight in self._flights
                 try:
@@ -272,7 +260,7 @@ class Encoder:
                     if not (joins and may_repeat):  # another request had begun the encode
                         raise
         except ProxyError as failure:
-            return self._fall_back(job, placed, failure)
+            return self._fall_back(job, missing, failure)
         if made.item is not item:  # the result of another request
             made = EncodedItem(item, made.facts, "hit")
         if made.result == "hit":
@@ -280,31 +268,31 @@ class Encoder:
         return made
 
     async def _encode_once(
-        self, job: EncodeJob, placed: PlacedItem, key: OutputKey
+        self, job: EncodeJob, missing: MissingItem, key: OutputKey
     ) -> "tuple[EncodedItem, Span | None]":
         """Return an item after its encode, or after that of another proxy on the store.
 
         The second value is the span of the request to an encode instance, if it is traced.
         """
-        item, trace = placed.missing.item, job.request.record.span
+        item, trace, claims = missing.item, job.request.record.span, job.target.claims
         # Half of the time is left for an encode of this proxy.
-        waited = await self._wait(job, placed.missing, job.left_s / 2)
+        waited = await self._wait(job, missing, job.left_s / 2)
         if (hit := _hit(item, waited.entry)) is not None:
             return hit, None
         with waited.claim or nullcontext() as claim:
-            facts = await self._try_instances(job, placed)
+            facts = await self._try_instances(job, missing)
             if claim is not None:
                 claim.end(entry_coming=facts.identifier is not None)
-        if self._claims is not None and facts.namespace is not None:
-            self._claims.cache.learn_namespace(key.model, facts.namespace)
+        if claims is not None and facts.namespace is not None:
+            claims.cache.learn_namespace(key.model, facts.namespace)
         if facts.identifier is not None:
-            self.identifiers.learn_identifier(key, facts.identifier)
+            self._identifiers.learn_identifier(key, facts.identifier)
         span = None if trace is None else trace.latest_child("encode", item)
         return EncodedItem(item, facts, "encoded"), span
 
     async def _wait(self, job: EncodeJob, missing: MissingItem, limit_s: float) -> Waited:
         """Wait for the entry of an item, unless this request can use its claim to make it."""
-        claims, key = self._claims, missing.entry_key
+        claims, key = job.target.claims, missing.entry_key
         if claims is None or key is None:
             return Waited()
         if (claim := claims.use(key)) is not None:
@@ -312,17 +300,16 @@ class Encoder:
         with job.request.record.wait_span(missing.item):
             return await claims.wait(key, limit_s)
 
-    async def _try_instances(self, job: EncodeJob, placed: PlacedItem) -> OutputFacts:
+    async def _try_instances(self, job: EncodeJob, missing: MissingItem) -> OutputFacts:
         """Return the output of an item from an encode instance, or from the next after a failure.
 
         Raises:
             UpstreamTimeout: the deadline of the request's encode stage has passed.
             ProxyError: all tries failed, or the item itself is invalid.
         """
-        item, request = placed.missing.item, job.request
-        choice, fits = self._instances(job)
-        worth = None if job.host is None else partial(self._placement.is_at, job.host)
-        falls_back = self._placement.may_leave(job)
+        item, request, candidates = missing.item, job.request, self._candidates(job)
+        host = job.target.host
+        worth = None if host is None else partial(self._access.is_at, host=host)
         tried: list[Instance] = []
         server_errors = 0
         started_s = asyncio.get_running_loop().time()
@@ -337,20 +324,27 @@ class Encoder:
                 try:
                     instance = request.watched.choose_instance(
                         "encode",
-                        lambda fitting: choice.best_instance(
+                        lambda pinned: candidates.among(pinned).best_instance(
                             tried,
                             balance=request.config.encode_balance,
                             item=item.identity,
                             session=request.session,
-                            prefer=placed.first_url,
+                            prefer=missing.first_url,
                             worth=worth,
-                            fits=fitting,
                         ),
-                        fits,
                     )
                     tried.append(instance)
-                    timeout_s = self._timeout_s(job, item, tried)
-                    return await self._send(job, placed, instance, timeout_s)
+                    # Half of what is left, while another try may follow. An instance that has to
+                    # fetch media may need all of it.
+                    may_follow = (
+                        not item.is_remote
+                        and len(tried) < MAX_ENCODES
+                        and job.retries
+                        and request.watched.pins is None
+                        and candidates.has_untried_usable(tried)
+                    )
+                    timeout_s = job.left_s / 2 if may_follow else job.left_s
+                    return await self._send(job, missing, instance, timeout_s)
                 except ProxyError as error:
                     server_errors += error.engine_failed
                     failure = EncodeFailure(
@@ -358,62 +352,40 @@ class Encoder:
                         tries=len(tried),
                         server_errors=server_errors,
                         elapsed_s=asyncio.get_running_loop().time() - started_s,
-                        others=request.watched.pins is None and choice.has_untried(tried, fits),
-                        falls_back=falls_back,
+                        others=request.watched.pins is None and candidates.has_untried(tried),
+                        falls_back=job.may_leave,
                         patience_s=job.left_s,
                     )
                     delay_s = None if request.is_spent else encode_delay_s(failure)
                     if delay_s is None or not job.retries:
                         raise
                     job.retries -= 1
-                    await tries.next_try(error, delay_s, 0.0 if falls_back else job.left_s)
+                    await tries.next_try(error, delay_s, 0.0 if job.may_leave else job.left_s)
 
-    def _instances(self, job: EncodeJob) -> tuple[Choice, Callable[[Instance], bool] | None]:
-        """Return the choice among the instances that encode, and the predicate of those that fit.
+    def _candidates(self, job: EncodeJob) -> Choice:
+        """Return the choice among the instances that write where the consumer reads.
 
         If there are no encode instances, consumers that write to the store get encode requests for
         items that must not be sent with their media.
         """
-        if self._table.has(Role.ENCODE) or not self._namespaces.any_consumer_writes():
-            return self._choice, self._placement.fits(job)
-
-        def writes(instance: Instance) -> bool:
-            writes = self._namespaces.writes_to(instance, job.namespace)
-            return writes and self._placement.reaches(job, instance)
-
-        return self._consumers, writes
-
-    def _timeout_s(self, job: EncodeJob, item: MMItem, tried: Sequence[Instance]) -> float:
-        """Return the time limit of a request: half of what is left while another one may follow.
-
-        An instance that has to fetch media may need all of it.
-        """
-        choice, fits = self._instances(job)
-        may_follow = (
-            not item.is_remote
-            and len(tried) < MAX_ENCODES
-            and job.retries
-            and job.request.watched.pins is None
-            and any(
-                candidate.instance not in tried and (fits is None or fits(candidate.instance))
-                for candidate in self._table.usable_candidates(*choice.roles)
-            )
-        )
-        return job.left_s / 2 if may_follow else job.left_s
+        access, fits = self._access, job.target.fits
+        if self._table.has(Role.ENCODE) or not access.any_consumer_writes():
+            return self._choice.among(fits)
+        return self._consumers.among(access.writes).among(fits)
 
     async def _send(
-        self, job: EncodeJob, placed: PlacedItem, instance: Instance, timeout_s: float
+        self, job: EncodeJob, missing: MissingItem, instance: Instance, timeout_s: float
     ) -> OutputFacts:
         """Return the output of an item from one request to an instance.
 
         Raises:
             ProxyError: the instance failed, or rejected the item; or instances have died of it.
         """
-        item, request, body = placed.missing.item, job.request, job.request.body
+        item, request, body = missing.item, job.request, job.request.body
         self._fatal.check(request.watched, [item.identity])
         # New for each request: an instance that failed may still push its output later.
-        params = self._transfer.encode_params(job.consumer_reservation, feature_count(body, item))
-        using = self._table.track_request(instance, work=Work(0, placed.tokens))
+        params = self._transfer.encode_params(job.target.consumer, feature_count(body, item))
+        using = self._table.track_request(instance, work=Work(0, missing.tokens))
         try:
             with using:
                 replied = await self._stages.encode(
@@ -423,20 +395,18 @@ class Encoder:
         except UpstreamFailed as failure:
             request.doubts.add(failure, using, item)
             blamed = (item.identity,)
-            self._fatal.count_death(failure, instance, request.watched, blamed)
-            error = self._fatal.final_error(failure, instance, request.watched, blamed)
+            error = self._fatal.count_death(failure, instance, request.watched, blamed)
             raise error from failure.__cause__
         request.doubts.settle(instance, item)
         self._fatal.record_survival(request.watched, (item.identity,), body=False)
-        reported = media_tokens(output.metadata)
-        self._token_counts.learn_tokens(body.get("model"), item.modality, item.pixels, reported)
         if output.namespace is not None:
-            self._namespaces.record_namespace(instance, output.namespace)
+            self._access.record_namespace(instance, output.namespace)
         # The consumer cannot find an output that is written to another namespace.
-        findable = job.namespace is None or output.namespace in {None, job.namespace}
+        namespace = job.target.namespace
+        findable = namespace is None or output.namespace in {None, namespace}
         return output if findable else OutputFacts()
 
-    def _fall_back(self, job: EncodeJob, placed: PlacedItem, failure: ProxyError) -> EncodedItem:
+    def _fall_back(self, job: EncodeJob, missing: MissingItem, failure: ProxyError) -> EncodedItem:
         """Return an item that prefill or decode encodes after a failure.
 
         Raises:
@@ -445,19 +415,19 @@ class Encoder:
         # `gather_first` replaces the context of what is raised below, which leads to this failure.
         drop_tracebacks(failure)
         error, failed = failure, isinstance(failure, UpstreamFailed | UpstreamTimeout)
-        if failed and not self._table.any_serving(*self._instances(job)[0].roles):
+        if failed and not self._table.any_serving(*self._candidates(job).roles):
             error = NoInstance("no encode instance is reachable", slug="no_encoder", stage="encode")
             error.__cause__ = failure.__cause__ or failure
         request = job.request
-        if request.is_spent or not (error.retryable and self._placement.may_leave(job)):
-            raise error.at_param(placed.missing.item.param_path) from error.__cause__
+        if request.is_spent or not (error.retryable and job.may_leave):
+            raise error.at_param(missing.item.param_path) from error.__cause__
         request.record.add_degraded("encode-local")
-        return _left(placed)
+        return _left(missing)
 
 
-def _left(placed: PlacedItem) -> EncodedItem:
+def _left(missing: MissingItem) -> EncodedItem:
     """Return an item that prefill or decode encodes."""
-    return EncodedItem(placed.missing.item, OutputFacts(), "local", placed.tokens)
+    return EncodedItem(missing.item, OutputFacts(), "local", missing.tokens)
 
 
 def _hit(item: MMItem, info: EntryInfo | None) -> EncodedItem | None:

@@ -1,9 +1,13 @@
 """Read-back: the KV blocks of the previous turn that prefill may read from decode."""
 
+import math
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import structlog
 
+from ec_store.bounded import BoundedDict
 from epd.conversations.capture import ReplyCapture
 from epd.conversations.conversations import Conversations
 from epd.conversations.entry import Basis, StoredBlocks
@@ -11,7 +15,6 @@ from epd.conversations.prompts import PromptQuestion, prompt_of
 from epd.conversations.turn import AnsweredTurn, Turn
 from epd.errors import ProxyError, UpstreamDied, UpstreamTimeout
 from epd.request.attempt import Attempt
-from epd.request.readback_cooldowns import HUNG_S, Cooldowns
 from epd.request.request import Request
 from epd.request.stages import Stages
 from epd.routing.health import HealthState
@@ -25,7 +28,38 @@ from epd.transfer.nixl import engine_of, shorten_params
 LEAST = 64
 """Shared prefix in tokens below which prefill recomputes (vLLM's `kv_recompute_threshold`)."""
 
+REST_S = 60.0
+"""Cooldown of a prefill instance for the blocks of one engine after a failed read, in seconds."""
+
+HUNG_S = 600.0
+"""Cooldown after a timeout, which costs a client all of `--prefill-timeout-s`, in seconds."""
+
+MOST = 1024
+"""Upper bound of the remembered instances and pairs."""
+
 logger = structlog.get_logger("epd")
+
+
+class Cooldowns:
+    """Which prefill instance may read from which engine, and when, after failed reads.
+
+    A prefill instance without `bidirectional_kv_xfer` waits for the blocks of any engine until its
+    request ends. So after a timeout, it reads the blocks of none.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._until_s: BoundedDict[tuple[str, str | None], float] = BoundedDict(MOST)
+
+    def may_read(self, prefill: str, engine: str) -> bool:
+        """Return whether a prefill instance may read an engine's blocks."""
+        now_s, until_s = self._clock(), self._until_s
+        return all(until_s.get((prefill, source), -math.inf) <= now_s for source in (engine, None))
+
+    def begin(self, prefill: str, engine: str, *, hung: bool) -> None:
+        """Begin the cooldown after a failed read of an engine's blocks, or one that `hung`."""
+        rest_s, source = (HUNG_S, None) if hung else (REST_S, engine)
+        self._until_s[prefill, source] = self._clock() + rest_s
 
 
 @dataclass(frozen=True, slots=True, eq=False)

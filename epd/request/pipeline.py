@@ -1,20 +1,21 @@
 """Pipeline of a request: encode, optional prefill, decode; retried until its answer has begun."""
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from epd.api.prompts import BYTES_PER_TOKEN, prompt_tokens
+from epd.encoder_cache.claims import Claim, end_claims
 from epd.encoder_cache.keys import Keys
 from epd.errors import NoInstance, ProxyError
 from epd.media.fetch import MediaFetcher
 from epd.policies.policy import Course, Facts
 from epd.request.attempt import Attempt
 from epd.request.choices import Choices
-from epd.request.early_choice import ANY_CONSUMER, EarlyChoice, Target
+from epd.request.early_choice import EarlyChoice
 from epd.request.encode import Encoder
-from epd.request.encode_job import EncodeJob
+from epd.request.encode_job import Target
 from epd.request.prefill_decode import DecodeAnswer, PrefillDecode
 from epd.request.prefix import marked_prompt, request_prefix
 from epd.request.quarantine import Quarantine
@@ -68,26 +69,29 @@ class Pipeline:
         course = self._choose_course(request, client_decode)
         request = await self._keyed(request)
         attempt, first_error = Attempt(request, course, client_decode), None
-        async with self._quarantine.context_for(request.watched):
-            with ExitStack() as consumer_claims, self._retries.tries(MAX_ATTEMPTS) as tries:
-                while True:
-                    result = await self._run_attempt(attempt, consumer_claims)
-                    if isinstance(result, DecodeAnswer):
-                        if course.consumer_encodes:
-                            result.consumer_claims = consumer_claims.pop_all()
-                        return result
-                    if (following := next_attempt(result)) is None:
-                        raise result.error.after(first_error or result.error)
-                    await tries.next_try(result.error)
-                    request.record.add_retry()
-                    attempt, first_error = following, first_error or result.error
+        claims: list[Claim] = []
+        try:
+            async with self._quarantine.context_for(request.watched):
+                with self._retries.tries(MAX_ATTEMPTS) as tries:
+                    while True:
+                        result = await self._run_attempt(attempt, claims)
+                        if isinstance(result, DecodeAnswer):
+                            return replace(result, consumer_claims=claims) if claims else result
+                        if (following := next_attempt(result)) is None:
+                            raise result.error.after(first_error or result.error)  # noqa: TRY301
+                        await tries.next_try(result.error)
+                        request.record.add_retry()
+                        attempt, first_error = following, first_error or result.error
+        except BaseException:
+            end_claims(claims, entries_coming=False)
+            raise
 
     async def _run_attempt(
-        self, attempt: Attempt, consumer_claims: ExitStack
+        self, attempt: Attempt, consumer_claims: list[Claim]
     ) -> DecodeAnswer | FailedAttempt:
         """Send a request through its stages once: encode, prefill, decode."""
         request, prefill_decode = attempt.request, self._prefill_decode
-        target, prompt = ANY_CONSUMER, NO_PROMPT
+        target, prompt = Target(), NO_PROMPT
         prefill, decode, reads_back = None, None, False
         try:
             if attempt.course.prefill and not self._table.has(Role.PREFILL):
@@ -95,15 +99,15 @@ class Pipeline:
                 attempt = attempt._replace(without_prefill=local)
             if request.items and self._early_choice is not None:
                 target = await self._early_choice.choose_target(attempt)
-            if (job := self._encode_job(attempt, target)) is not None:
+            usable = attempt.encoded_items is not None and not self._transfer.pushed
+            if request.items and not (usable and target.reads(attempt.place)):
+                if consumer_claims:  # of an earlier consumer, which reads elsewhere
+                    end_claims(consumer_claims, entries_coming=False)
                 with target.consumer or nullcontext():
-                    encoded_items = await self._encoder.encode(job, consumer_claims)
+                    encoded_items = await self._encoder.encode(attempt, target, consumer_claims)
                     if attempt.encoded_items is None:
                         await self._remember_names(request, encoded_items)
-                host = None if job.host is None else job.host.address
-                attempt = attempt._replace(
-                    encoded_items=encoded_items, namespace=job.namespace, host=host
-                )
+                attempt = attempt._replace(encoded_items=encoded_items, place=target.place)
             prompt = self._prompt(attempt)
             first = target.first or await prefill_decode.choose_first(attempt, prompt.prefix)
             if first.instance.role is not Role.PREFILL:
@@ -131,10 +135,9 @@ class Pipeline:
             ProxyError: an item failed.
         """
         request = await self._keyed(request)
-        early = self._early_choice
-        job = EncodeJob(request, namespace=None if early is None else early.shared_namespace)
+        target = Target() if self._early_choice is None else self._early_choice.target()
         async with self._quarantine.context_for(request.watched):
-            encoded_items = await self._encoder.encode(job)
+            encoded_items = await self._encoder.encode(Attempt(request, Course()), target, [])
         await self._keys.remember_names(request.body, encoded_items, request.tenant, request.config)
         return encoded_items
 
@@ -173,28 +176,6 @@ class Pipeline:
         policy, course = decided
         request.record.add_policy(policy)
         return course
-
-    def _encode_job(self, attempt: Attempt, target: Target) -> EncodeJob | None:
-        """Return the items to encode; None without items, or if an earlier attempt encoded them."""
-        request = attempt.request
-        if not request.items:
-            return None
-        consumer = target.consumer
-        usable = attempt.encoded_items is not None and not self._transfer.pushed
-        host = None if target.host is None else target.host.address
-        same_host = consumer is None or host == attempt.host
-        if usable and target.namespace == attempt.namespace and same_host:
-            return None
-        return EncodeJob(
-            request,
-            attempt.course,
-            consumer,
-            target.namespace,
-            attempt.reencode,
-            repeated=attempt.encoded_items is not None,
-            host=target.host,
-            found=target.found,
-        )
 
     async def _remember_names(self, request: Request, encoded_items: Sequence[EncodedItem]) -> None:
         items = [item for item in encoded_items if item.item.uuid is not None]

@@ -2,13 +2,14 @@
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from epd.aio import end_tasks, errors_of
 from epd.api.usage import Usage
 from epd.conversations.turn import AnsweredTurn
+from epd.encoder_cache.claims import Claim, end_claims
 from epd.errors import ProxyError, SuspectedFatal, UpstreamDied, slug_of
 from epd.request.attempt import Attempt
 from epd.request.choices import Choices
@@ -17,11 +18,10 @@ from epd.request.kv_readback import Readbacks
 from epd.request.releases import Releases
 from epd.request.request import Request
 from epd.request.stages import Stages, wait_beginning
-from epd.routing.fatal import FatalRequests
+from epd.routing.fatal import FatalRequests, Watched
 from epd.routing.instances import Instance
 from epd.routing.prefix import NO_PREFIX, Prefix
 from epd.routing.table import NO_WORK, InFlight, InstanceTable, Reservation
-from epd.routing.watched import Watched
 from epd.transfer import Params, with_params
 from epd.transfer.encoded import Prompt
 from epd.transfer.kv import Handover, KVTransfer, Prefilled
@@ -55,7 +55,7 @@ class Prefilling(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class DecodeAnswer:
-    """Decode's answer, opened. It must be closed, or used as a context.
+    """Decode's answer, opened. It must be used as a context.
 
     It refers to no body: that of the request can be freed.
 
@@ -78,14 +78,17 @@ class DecodeAnswer:
     _watched: Watched
     _consumer_identities: Sequence[str]
     engine_died: bool = False
-    consumer_claims: ExitStack | None = None
+    consumer_claims: list[Claim] | None = None
 
     def end_claims(self, error: BaseException | None = None) -> None:
         """End the claims of the items that decode encodes; without an error, it stores them."""
         if self.consumer_claims is not None:
-            self.consumer_claims.__exit__(None, error, None)
+            end_claims(self.consumer_claims, entries_coming=error is None)
 
-    def close(self, error: BaseException | None) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Close the answer, and judge its instance by the error."""
         self.end_claims(error)
         if self.span is not None:
@@ -99,12 +102,6 @@ class DecodeAnswer:
             self._fatal.record_survival(watched, items)
         elif isinstance(error, ProxyError):
             self._fatal.count_death(error, self._using.instance, watched, items)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self.close(error)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -303,7 +300,7 @@ class PrefillDecode:
             await wait_both(prefilling, decoding)
         except BaseException:
             if _has_result(decoding):  # the instance of an abandoned answer is not blamed
-                decoding.result().close(asyncio.CancelledError())
+                decoding.result().__exit__(None, asyncio.CancelledError(), None)
             raise
         return replace(decoding.result(), usage=prefilling.result().usage)
 
@@ -330,8 +327,7 @@ class PrefillDecode:
     def _final_error(self, attempt: Attempt, instance: Instance, error: ProxyError) -> ProxyError:
         """Return the final error of an attempt, after counting a death of its instance."""
         watched, items = attempt.request.watched, attempt.consumer_identities
-        self._fatal.count_death(error, instance, watched, items)
-        return self._fatal.final_error(error, instance, watched, items)
+        return self._fatal.count_death(error, instance, watched, items)
 
 
 def _for_prefill(request: Request, prefix: Prefix) -> Prefix:

@@ -5,8 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 
-from epd.routing.fatal import FatalRequests
-from epd.routing.watched import Watched, in_quarantine
+from epd.routing.fatal import FatalRequests, Watched, in_quarantine
 
 MAX_WAITING = 16
 """Upper bound of a tenant's requests that wait in line. Their bodies are in memory."""

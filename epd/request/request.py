@@ -21,7 +21,7 @@ from epd.edge.engine_headers import SESSION
 from epd.media.memory_count import MemoryCount
 from epd.request.recorder import Recorder
 from epd.routing.doubts import Doubts
-from epd.routing.watched import Watched
+from epd.routing.fatal import Watched
 from epd.tenants import ANONYMOUS, Tenant
 
 if TYPE_CHECKING:

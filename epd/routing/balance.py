@@ -124,11 +124,29 @@ class Choice:
         roles: roles of the instances.
     """
 
-    def __init__(self, table: InstanceTable, *roles: Role) -> None:
-        """Choose among the instances of these roles; the first role is the name of the stage."""
+    def __init__(
+        self,
+        table: InstanceTable,
+        *roles: Role,
+        balances: Mapping[BalanceName | ItemBalanceName, Balance] | None = None,
+        fits: Callable[[Instance], bool] | None = None,
+    ) -> None:
+        """Choose among the instances of these roles that meet a predicate; None for all.
+
+        The first role is the name of the stage. `balances` are the algorithms, with their state.
+        """
         self.roles = roles
         self._table = table
-        self._balances = {name: make() for name, make in BALANCES.items()}
+        self._balances = balances or {name: make() for name, make in BALANCES.items()}
+        self._fits = fits
+
+    def among(self, fits: Callable[[Instance], bool] | None) -> "Choice":
+        """Return this choice among the instances that also meet a predicate; None for all."""
+        if fits is None:
+            return self
+        before = self._fits
+        both = fits if before is None else lambda each: before(each) and fits(each)
+        return Choice(self._table, *self.roles, balances=self._balances, fits=both)
 
     def best_instance(  # noqa: PLR0913 - the inputs of a choice
         self,
@@ -140,7 +158,6 @@ class Choice:
         prefix: Prefix = NO_PREFIX,
         prefer: str | None = None,
         worth: Callable[[Instance], float] | None = None,
-        fits: Callable[[Instance], bool] | None = None,
     ) -> Instance:
         """Return an instance, if possible one that has not been tried.
 
@@ -153,14 +170,13 @@ class Choice:
             prefer: URL of the preferred instance, used unless it is overloaded or drained.
             worth: what an instance saves of this request: those that save most are chosen from,
                 without the overloaded ones; None: all save the same.
-            fits: predicate of the instances that can serve this request; None for all.
 
         Raises:
             NoInstance: there is no such instance.
         """
-        candidates = usable = self._usable(fits)
+        candidates = usable = self._usable()
         if tried:
-            candidates = self._untried(tried, fits) or usable
+            candidates = self._untried(tried) or usable
         if len(candidates) == 1:
             return candidates[0].instance
         loads = [candidate.load for candidate in candidates]
@@ -183,26 +199,27 @@ class Choice:
         picked = self._balances[balance].pick_load(loads, session if balance == "session" else item)
         return candidates[loads.index(picked)].instance
 
-    def has_untried(
-        self, tried: Collection[Instance], fits: Callable[[Instance], bool] | None = None
-    ) -> bool:
-        return bool(self._untried(tried, fits))
+    def has_untried(self, tried: Collection[Instance]) -> bool:
+        return bool(self._untried(tried))
 
-    def _usable(self, fits: Callable[[Instance], bool] | None) -> Sequence[Candidate]:
-        usable = _fitting(self._table.usable_candidates(*self.roles), fits)
+    def has_untried_usable(self, tried: Collection[Instance]) -> bool:
+        """Return whether one of the untried instances may get the next request."""
+        usable = self._fitting(self._table.usable_candidates(*self.roles))
+        return any(candidate.instance not in tried for candidate in usable)
+
+    def _usable(self) -> Sequence[Candidate]:
+        usable = self._fitting(self._table.usable_candidates(*self.roles))
         if not usable:
             stage = self.roles[0]
             fitting = (
                 ""
-                if fits is None
+                if self._fits is None
                 else " with the namespace of the request's consumer and within its reach"
             )
             raise NoInstance(f"there is no {stage} instance{fitting}", slug=f"no_{stage}")
         return usable
 
-    def _untried(
-        self, tried: Collection[Instance], fits: Callable[[Instance], bool] | None
-    ) -> Sequence[Candidate]:
+    def _untried(self, tried: Collection[Instance]) -> Sequence[Candidate]:
         """Return the untried ones among the usable instances, or else among all.
 
         An ejected instance may have recovered before its next probe; trying it is cheap.
@@ -210,9 +227,14 @@ class Choice:
         usable = self._table.usable_candidates(*self.roles)
         for candidates in (usable, self._table.all(*self.roles)):
             fresh = [candidate for candidate in candidates if candidate.instance not in tried]
-            if fitting := _fitting(fresh, fits):
+            if fitting := self._fitting(fresh):
                 return fitting
         return ()
+
+    def _fitting(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+        if (fits := self._fits) is None:
+            return candidates
+        return [candidate for candidate in candidates if fits(candidate.instance)]
 
 
 def _worthiest(
@@ -228,11 +250,3 @@ def _worthiest(
     ]
     most = max(value for value, _ in room)
     return [candidate for value, candidate in room if value == most] if most > 0 else candidates
-
-
-def _fitting(
-    candidates: Sequence[Candidate], fits: Callable[[Instance], bool] | None
-) -> Sequence[Candidate]:
-    if fits is None:
-        return candidates
-    return [candidate for candidate in candidates if fits(candidate.instance)]

@@ -1,8 +1,8 @@
 """Encode work of one instance: what is under way there, and how fast it encodes. No I/O.
 
-The speed has two parts: time of each request, and time of each token. They are learned by least
-squares from the instance's answers. An instance may encode requests one after the other or several
-at once. Either way it has worked on a request since the end of the one before, or since its start:
+The speed is the time of each token, the mean of the instance's answers. An instance may encode
+requests one after the other or several at once. Either way it has worked on a request since the end
+of the one before, or since its start:
 
     seconds = end - max(start, end of the previous request)
 
@@ -13,8 +13,6 @@ reported load (`epd.routing.load`).
 
 from collections.abc import Callable
 from dataclasses import dataclass
-
-from epd.routing.speed import NO_SUMS, Speed, Sums, fit_speed
 
 DECAY = 0.95
 """Weight of the earlier answers after a new one: the last 20 count."""
@@ -35,20 +33,17 @@ class EncodeWork:
 
     _clock: Callable[[], float]
     _ended_s: float | None = None
-    _sums: Sums = NO_SUMS
-    _speed: Speed | None = None
     _until_s: float = 0.0
+    _count: float = 0.0
+    _tokens: float = 0.0
+    _seconds: float = 0.0
     mean_tokens: float = 0.0
     tokens: int = 0
 
     @property
-    def speed(self) -> Speed | None:
-        """The speed; None if unknown or expired."""
-        if self._clock() >= self._until_s:
-            return None
-        if self._speed is None:  # not since the last answer: few policies need the speed
-            self._speed = fit_speed(*self._sums)
-        return self._speed
+    def token_s(self) -> float | None:
+        """Seconds for each token; None if unknown or expired."""
+        return self._seconds / self._tokens if self._clock() < self._until_s else None
 
     def learn_answer(self, tokens: int, started_s: float, share: float) -> None:
         """Learn from an answer.
@@ -64,15 +59,12 @@ class EncodeWork:
         self._ended_s = now_s
         if ended_s is None:
             return
-        if now_s >= self._until_s:
-            self._sums = NO_SUMS
-        seconds = (now_s - max(started_s, ended_s)) * share
-        count, x, y, xx, xy = self._sums
-        count, x, y = DECAY * count + 1.0, DECAY * x + tokens, DECAY * y + seconds
-        self._sums = count, x, y, DECAY * xx + tokens * tokens, DECAY * xy + tokens * seconds
-        self._speed, self.mean_tokens = None, x / count
+        decay = DECAY if now_s < self._until_s else 0.0
+        self._count = decay * self._count + 1.0
+        self._tokens = decay * self._tokens + tokens
+        self._seconds = decay * self._seconds + (now_s - max(started_s, ended_s)) * share
+        self.mean_tokens = self._tokens / self._count
         self._until_s = now_s + EXPIRES_AFTER_S
 
     def forget_speed(self) -> None:
-        self._ended_s = self._speed = None
-        self._sums, self._until_s, self.mean_tokens = NO_SUMS, 0.0, 0.0
+        self._ended_s, self._until_s, self.mean_tokens = None, 0.0, 0.0

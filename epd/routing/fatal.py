@@ -12,24 +12,34 @@ are in quarantine: one at a time, on one instance of each stage, with one try. K
 answered far more often than instances die of them are exempt.
 """
 
+import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 import structlog
 from xxhash import xxh3_128_hexdigest
 
 from ec_store.bounded import BoundedDict
-from epd.errors import ProxyError, Stage, SuspectedFatal, UpstreamDied, UpstreamUnreachable
-from epd.routing.instances import Instance
-from epd.routing.watched import (
-    MAX_DEATHS,
-    MAX_TENANT_DEATHS,
-    SAME_DEATH_S,
-    Deaths,
-    Watched,
-    in_quarantine,
+from epd.errors import (
+    NoInstance,
+    ProxyError,
+    Stage,
+    SuspectedFatal,
+    UpstreamDied,
+    UpstreamUnreachable,
 )
+from epd.routing.instances import Instance
+
+MAX_DEATHS = 2
+"""Number of deaths after which a request is rejected. A single death may be a coincidence."""
+
+SAME_DEATH_S = 10.0
+"""Time after its death in which an instance also fails unrelated requests, in seconds. No engine
+restarts within that time."""
+
+MAX_TENANT_DEATHS = 3
+"""Number of deaths within `--suspect-s` after which a tenant's requests are in quarantine."""
 
 MAX_SUSPECTS = 4096
 """Upper bound of remembered bodies and items. The oldest is forgotten first."""
@@ -59,6 +69,98 @@ def fingerprint(raw: bytes | bytearray, seed: int) -> str:
     `seed` is that of this process, so that no client can construct a collision.
     """
     return xxh3_128_hexdigest(raw, seed)
+
+
+@dataclass(slots=True)
+class Deaths:
+    """Deaths of instances that served the same request or item.
+
+    Attributes:
+        count: number of deaths. All requests at an instance fail when it dies, but count as one
+            death. After a restart it can die again.
+        last_s: time of each instance's last death, by URL, in seconds.
+        latest_s: time of the last one of all.
+    """
+
+    count: int = 0
+    latest_s: float = -math.inf
+    last_s: dict[str, float] = field(default_factory=dict)
+
+    def add(self, instance: Instance, now_s: float) -> bool:
+        """Count a death; return False if it is the same one as the instance's last."""
+        is_new = now_s - self.last_s.get(instance.url, -math.inf) > SAME_DEATH_S
+        self.count += is_new
+        self.last_s[instance.url] = self.latest_s = now_s
+        return is_new
+
+
+@dataclass(slots=True)
+class Watched:
+    """A client's request with its deaths.
+
+    Attributes:
+        fingerprint: digest of the body.
+        kind: digest of what similar requests share; 0 if unknown.
+        deaths: deaths of instances that served it, in all stages.
+        most_deaths: number of deaths after which it is sent to no further instance.
+        pins: URLs of the only instances to which it may be sent, by stage; None for all.
+        fatal_to: URLs of the instances that died of requests in the same quarantine, or before it.
+    """
+
+    tenant: str = ""
+    fingerprint: str = ""
+    kind: int = 0
+    deaths: Deaths = field(default_factory=Deaths)
+    most_deaths: int = MAX_DEATHS
+    pins: dict[Stage, str] | None = None
+    fatal_to: Collection[str] = ()
+
+    @property
+    def is_spent(self) -> bool:
+        return self.deaths.count >= self.most_deaths
+
+    def choose_instance(
+        self,
+        stage: Stage,
+        best: Callable[[Callable[[Instance], bool] | None], Instance],
+    ) -> Instance:
+        """Return the instance for this request: the best one, or in a quarantine the pinned one.
+
+        In a quarantine, the first instance that is chosen is pinned. While it is down, another
+        stage may do its work, unless it died of such requests: they would end that instance too.
+
+        Args:
+            stage: the stage.
+            best: returns the best instance that meets a predicate, if there is one; raises
+                `NoInstance` without an instance.
+
+        Raises:
+            SuspectedFatal: its pinned instance may get no requests now.
+            NoInstance: no instance may.
+        """
+        if self.pins is None:
+            return best(None)
+        if (url := self.pins.get(stage)) is None:
+            chosen = best(None)
+            self.pins[stage] = chosen.url
+            return chosen
+        try:
+            return best(lambda instance: instance.url == url)
+        except NoInstance as error:
+            failure = in_quarantine(stage)
+            # No other stage can do decode's work.
+            failure.retryable = stage != "decode" and url not in self.fatal_to
+            raise failure from error
+
+
+def in_quarantine(stage: Stage) -> SuspectedFatal:
+    """Return the error of a request in quarantine that no instance may serve now."""
+    return SuspectedFatal(
+        f"{MAX_TENANT_DEATHS} instances died while they served requests of this client: requests "
+        "like them are served one at a time by one instance, which is down or has too many of them",
+        stage=stage,
+        retry_after_s=SAME_DEATH_S,
+    )
 
 
 @dataclass(slots=True)
@@ -153,14 +255,35 @@ class FatalRequests:
 
     def count_death(
         self, error: ProxyError, instance: Instance, watched: Watched, items: Iterable[str] = ()
-    ) -> None:
+    ) -> ProxyError:
         """Count the death of an instance, if this error of a request to it is one.
+
+        Return the error with which the request ends.
 
         `items` are the keys of the items that the instance had to process. They are empty if it had
         several: the cause may be any of them.
         """
-        if not isinstance(error, UpstreamDied) or self._drains(instance):
-            return
+        if isinstance(error, UpstreamUnreachable) and instance.url in watched.fatal_to:
+            # The only instance of a stage is chosen although it is down.
+            return in_quarantine(error.stage)
+        if not isinstance(error, UpstreamDied):
+            return error
+        if not self._drains(instance):
+            self._add_death(instance, watched, items)
+        # The first death of a spent request may have been forgotten.
+        is_rejected = watched.is_spent or self._rejected_s(watched, items) is not None
+        if not self._reject_s or not is_rejected:
+            return error
+        logger.warning(
+            "request rejected: instances died while they served it",
+            stage=error.stage,
+            instance=instance.url,
+            rejected_s=round(self._reject_s),
+            next="look for the cause of death in the logs of the instances",
+        )
+        return _suspected(self._reject_s, error.stage)
+
+    def _add_death(self, instance: Instance, watched: Watched, items: Iterable[str]) -> None:
         now_s = self._clock()
         watched.deaths.add(instance, now_s)
         self._count_tenant_death(watched, instance, now_s)
@@ -172,30 +295,6 @@ class FatalRequests:
             suspect = self._find_suspect(subject, now_s) or Deaths()
             self._suspects[subject] = suspect
             suspect.add(instance, now_s)
-
-    def final_error(
-        self, error: ProxyError, instance: Instance, watched: Watched, items: Iterable[str] = ()
-    ) -> ProxyError:
-        """Return the error with which a request to an instance ends, once its death is counted.
-
-        The arguments are those of `count_death`.
-        """
-        if isinstance(error, UpstreamUnreachable) and instance.url in watched.fatal_to:
-            # The only instance of a stage is chosen although it is down.
-            return in_quarantine(error.stage)
-        if not isinstance(error, UpstreamDied) or not self._reject_s:
-            return error
-        # The first death of a spent request may have been forgotten.
-        if not watched.is_spent and self._rejected_s(watched, items) is None:
-            return error
-        logger.warning(
-            "request rejected: instances died while they served it",
-            stage=error.stage,
-            instance=instance.url,
-            rejected_s=round(self._reject_s),
-            next="look for the cause of death in the logs of the instances",
-        )
-        return _suspected(self._reject_s, error.stage)
 
     def record_survival(
         self, watched: Watched, items: Iterable[str] = (), *, body: bool = True

@@ -10,28 +10,28 @@ from collections.abc import Callable, Sequence
 from epd.routing.instances import CONSUMERS, Instance, Role
 from epd.routing.load import Load
 from epd.routing.rendezvous import distances
-from epd.routing.speed import ASSUMED, Speed, mean_speed
 from epd.routing.table import InstanceTable
+
+ASSUMED_S = 1e-4
+"""Time of each token if no speed is known: 10,000 tokens per second."""
 
 
 class EncodeQueue:
     """Queue of an encode instance, with the items that are planned for it."""
 
-    def __init__(self, instance: Instance, load: Load, usual: Speed) -> None:
-        """Forecast with the instance's own speed, or the usual one if it is unknown."""
+    def __init__(self, instance: Instance, load: Load, usual_s: float) -> None:
+        """Forecast with the instance's own time of each token, or the usual one."""
         self.instance = instance
         self.load = load
-        self.speed = load.encode.speed or usual
-        self._requests = load.value
+        self.token_s = _token_s(load, usual_s)
         others = load.value - load.under_way
         self._tokens = load.encode.tokens + others * load.encode.mean_tokens
 
     def finish_s(self, tokens: int) -> float:
         """Return the time until a new item is encoded."""
-        return self.speed.work_s(self._requests + 1, self._tokens + tokens)
+        return (self._tokens + tokens) * self.token_s
 
     def add_item(self, tokens: int) -> None:
-        self._requests += 1
         self._tokens += tokens
 
 
@@ -39,7 +39,7 @@ class Forecast:
     """Forecast for the items of one request. Each item counts in the forecast of the next one.
 
     Attributes:
-        speed: mean speed of the encode instances; None if none of them is known.
+        token_s: mean time of each token at the encode instances; None if none is known.
         consumer_requests: number of requests that wait or run at an engine of the consumer.
         consumer_tokens: tokens of items that an engine of the consumer encodes for this proxy,
             items of this request included.
@@ -61,8 +61,9 @@ class Forecast:
             for candidate in table.usable_candidates(Role.ENCODE)
             if fits is None or fits(candidate.instance)
         ]
-        self.speed = mean_speed([load.encode.speed for _, load in usable])
-        self._queues = [EncodeQueue(*candidate, self.speed or ASSUMED) for candidate in usable]
+        self.token_s = mean_token_s([load for _, load in usable])
+        usual_s = ASSUMED_S if self.token_s is None else self.token_s
+        self._queues = [EncodeQueue(*candidate, usual_s) for candidate in usable]
         self.consumer_requests, self.consumer_tokens = _consumer_load(table, consumer)
 
     def best_queue(self, tokens: int, key: str) -> EncodeQueue | None:
@@ -85,7 +86,7 @@ class Forecast:
 
         It is 0 while no speed is known.
         """
-        if self.speed is None or not self._queues:
+        if self.token_s is None or not self._queues:
             return 0.0
         return min([queue.finish_s(tokens) for queue in self._queues])
 
@@ -111,9 +112,19 @@ def _consumer_load(table: InstanceTable, consumer: Instance | None) -> tuple[flo
     return max(0, requests) / len(load.engines), load.encode.tokens / len(load.engines)
 
 
+def mean_token_s(loads: Sequence[Load]) -> float | None:
+    """Return the mean of the known times of each token; None if none is known."""
+    known = [token_s for load in loads if (token_s := load.encode.token_s) is not None]
+    return sum(known) / len(known) if known else None
+
+
 def encode_work_s(loads: Sequence[Load]) -> float:
     """Return the predicted time of this proxy's encodes at these instances, in seconds."""
-    usual = mean_speed([load.encode.speed for load in loads]) or ASSUMED
-    return sum(
-        (load.encode.speed or usual).work_s(load.under_way, load.encode.tokens) for load in loads
-    )
+    mean_s = mean_token_s(loads)
+    usual_s = ASSUMED_S if mean_s is None else mean_s
+    return sum(load.encode.tokens * _token_s(load, usual_s) for load in loads)
+
+
+def _token_s(load: Load, usual_s: float) -> float:
+    own_s = load.encode.token_s
+    return usual_s if own_s is None else own_s

@@ -9,10 +9,9 @@ from xxhash import xxh3_64_intdigest
 
 from epd.routing.encode_work import EncodeWork
 from epd.routing.engine_load import EngineLoad
-from epd.routing.host_report import Host
 from epd.routing.prefix import NO_PREFIX, Prefix, PrefixCache
 from epd.routing.rendezvous import cheapest_engine
-from epd.routing.reports import KVMoved, Report
+from epd.routing.reports import Host, KVMoved, Report
 
 REPORT_TTL_INTERVALS = 3
 """Age of a report, in intervals, after which it expires."""

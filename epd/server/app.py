@@ -30,6 +30,7 @@ from epd.edge.protocol import DIRECT
 from epd.encoder_cache.claims import Claims
 from epd.encoder_cache.client import EncoderCache
 from epd.encoder_cache.hosts import HostStores
+from epd.encoder_cache.identity import Identifiers
 from epd.encoder_cache.keys import Keys
 from epd.events import InstanceChanged, Observer
 from epd.media.fetch import MediaFetcher
@@ -50,8 +51,6 @@ from epd.policies.registry import Policies
 from epd.request.choices import Choices
 from epd.request.early_choice import EarlyChoice
 from epd.request.encode import Encoder
-from epd.request.host_choice import HostChoice
-from epd.request.item_tokens import TokenCounts
 from epd.request.kv_peers import PeerRegistry
 from epd.request.kv_readback import Readbacks
 from epd.request.model_names import ModelNames
@@ -65,11 +64,9 @@ from epd.request.warmup import Warmup
 from epd.routing.balance import Choice
 from epd.routing.fatal import FatalRequests
 from epd.routing.health import HealthState
-from epd.routing.hosts import InstanceHosts
 from epd.routing.instances import ANSWERING, Instance, Role
-from epd.routing.namespaces import Namespaces
-from epd.routing.recent_items import RecentItems
 from epd.routing.registry import Change, InstanceSource, Registry
+from epd.routing.store_access import StoreAccess
 from epd.routing.table import InstanceTable
 from epd.server import api_routes, instance_routes, operator_routes, page_routes
 from epd.server.admin import ADMIN, Admin
@@ -96,7 +93,6 @@ from epd.server.openapi import openapi_json
 from epd.server.operator_routes import METRICS
 from epd.server.page_routes import BOARD
 from epd.server.responses import response_headers
-from epd.transfer.ec import ECTransfer
 from epd.transfer.kv import KVTransfer
 from epd.transfer.registry import load_ec_transfer, load_kv_transfer
 from epd.ui.dashboard import Board
@@ -228,8 +224,7 @@ class _Instances(NamedTuple):
     """The instances of the proxy, and how they transfer KV blocks."""
 
     table: InstanceTable
-    namespaces: Namespaces
-    hosts: InstanceHosts
+    access: StoreAccess
     transfer: KVTransfer
     policies: Policies
 
@@ -250,29 +245,23 @@ async def _instances(
         on_change=lambda instance, state, cause: changed(instance, state, cause=cause),
     )
     transfer = load_kv_transfer(config.kv_transfer)
-    hosts = InstanceHosts(table, None if stores is None else stores.use_servers)
+    access = StoreAccess(table) if stores is None else StoreAccess(table, stores.use_servers)
 
     def member_changed(instance: Instance, change: Change, source: InstanceSource | None) -> None:
         changed(instance, change, source)
-        hosts.use_servers()
+        access.use_servers()
 
     registry = Registry(
         table, config.instances, fits=transfer.accepts_instance, on_change=member_changed
     )
     policies = make_checked_policies(config)
-    fleet = _Instances(table, Namespaces(table), hosts, transfer, policies)
+    fleet = _Instances(table, access, transfer, policies)
     sources = None if slot is None else slot.shared.sources
     async with (
         membership(config, registry, upstream, background, sources) as registrations,
         probe_periodically(table, upstream, config, background),
         poll_metrics(
-            table,
-            fleet.namespaces,
-            fleet.hosts,
-            upstream,
-            config,
-            background,
-            app[ENGINE_USES].note_page,
+            table, access, upstream, config, background, note_page=app[ENGINE_USES].note_page
         ),
         _kv_events(table, config, background) as event_counts,
     ):
@@ -293,7 +282,7 @@ async def _pipeline(  # noqa: PLR0913, PLR0917 - its collaborators
     conversations: Conversations,
     fleet: _Instances,
 ) -> AsyncIterator[Pipeline]:
-    config, (table, namespaces, hosts, transfer, policies) = app[CONFIG], fleet
+    config, (table, access, transfer, policies) = app[CONFIG], fleet
     ec_transfer = load_ec_transfer(config.ec_transfer)
     fatal = FatalRequests(
         config.suspect_s,
@@ -303,7 +292,7 @@ async def _pipeline(  # noqa: PLR0913, PLR0917 - its collaborators
     app[METRICS].add_source(partial(quarantine_metrics, fatal))
     app[MEDIA_KEYS] = keys = Keys(cache)
     stages = Stages(upstream)
-    choices = Choices(table, RecentItems())
+    choices = Choices(table)
     by_content = "content" in {config.prefill_balance, config.decode_balance}
     async with aclosing(Releases(stages, transfer, fatal, choices)) as releases:
         prefill_decode = PrefillDecode(
@@ -316,19 +305,29 @@ async def _pipeline(  # noqa: PLR0913, PLR0917 - its collaborators
             releases,
             fatal,
         )
-        encoder = _encoder(fleet, stages, ec_transfer, fatal, cache, stores)
-        host_choice = None
-        if stores is not None:
-            host_choice = HostChoice(table, hosts, stores, encoder.identifiers)
+        identifiers, pushed = Identifiers(), ec_transfer.pushed
+        encoder = Encoder(
+            table,
+            Choice(table, Role.ENCODE),
+            Choice(table, Role.PREFILL_DECODE, Role.PREFILL),
+            stages,
+            access,
+            ec_transfer,
+            fatal,
+            Placement(table, access),
+            identifiers,
+        )
         early_choice = None
-        if ec_transfer.pushed or cache or stores:  # only instances of a store have namespaces
+        if pushed or cache or stores:  # only instances of a store have namespaces
             early_choice = EarlyChoice(
                 table,
-                namespaces,
+                access,
                 prefill_decode.choose_first,
-                ec_transfer.pushed,
+                pushed,
                 by_content,
-                host_choice,
+                None if cache is None or pushed else Claims(cache),
+                stores,
+                identifiers,
             )
         yield Pipeline(
             table,
@@ -359,34 +358,6 @@ async def _written_pages(
         background.run_task("ui_page", board.pages.keep_writing),
     ):
         yield
-
-
-def _encoder(  # noqa: PLR0913, PLR0917 - its collaborators
-    fleet: _Instances,
-    stages: Stages,
-    transfer: ECTransfer,
-    fatal: FatalRequests,
-    cache: EncoderCache | None,
-    stores: HostStores | None,
-) -> Encoder:
-    table, namespaces = fleet.table, fleet.namespaces
-    claims = None if cache is None or transfer.pushed else Claims(cache)
-    counts = TokenCounts()
-    return Encoder(
-        table,
-        Choice(table, Role.ENCODE),
-        Choice(table, Role.PREFILL_DECODE, Role.PREFILL),
-        stages,
-        namespaces,
-        transfer,
-        fatal,
-        counts,
-        Placement(
-            table, namespaces, counts, transfer.pushed, None if stores is None else fleet.hosts
-        ),
-        claims,
-        None if stores is None else stores.claims_at,
-    )
 
 
 def _changed(  # noqa: PLR0913, PLR0917 - the parts of an event, and its receivers

@@ -34,8 +34,7 @@ from epd.encoder_cache.identity import conversation_key, with_salt
 from epd.errors import RequestRefused, Unauthorized
 from epd.request.recorder import Recorder
 from epd.request.request import Request
-from epd.routing.fatal import fingerprint
-from epd.routing.watched import Watched
+from epd.routing.fatal import Watched, fingerprint
 from epd.server.app_keys import ADMISSION, KEYS, VISIT, Visit
 from epd.tenants import ANONYMOUS
 

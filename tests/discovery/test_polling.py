@@ -19,10 +19,9 @@ from epd.edge.listening import Handshakes
 from epd.edge.protocol import EdgeServer
 from epd.errors import UpstreamUnreachable
 from epd.routing.health import HealthState
-from epd.routing.hosts import InstanceHosts
 from epd.routing.instances import Instance, Role
-from epd.routing.namespaces import Namespaces
 from epd.routing.registry import Registry
+from epd.routing.store_access import StoreAccess
 from epd.routing.table import InstanceTable
 from epd.upstream import Upstream
 from tests.support.fake_instance import FakeInstance, decodes
@@ -141,9 +140,7 @@ async def test_an_error_in_one_poll_stops_no_other_probes(bad: str, counted: Cou
         with capture_logs() as lines:
             async with (
                 probe_periodically(table, upstream, config, counted),
-                poll_metrics(
-                    table, Namespaces(table), InstanceHosts(table), upstream, config, counted
-                ),
+                poll_metrics(table, StoreAccess(table), upstream, config, counted),
             ):
                 await until(lambda: table.state(second) is HealthState.DOWN)
                 one.healthy = False

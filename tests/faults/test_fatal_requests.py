@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 
 from epd.edge.drain import DRAIN
-from epd.routing import watched
+from epd.routing import fatal
 from epd.routing.instances import Role
 from epd.server.app_keys import TABLE
 from epd.ui.state import metric_totals
@@ -513,7 +513,7 @@ async def test_no_other_stage_serves_a_request_in_quarantine_whose_only_instance
     launch: Launch, role: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three deaths of one instance are counted here although they are not 10 s apart."""
-    monkeypatch.setattr(watched, "SAME_DEATH_S", -1.0)
+    monkeypatch.setattr(fatal, "SAME_DEATH_S", -1.0)
     encode, prefill = (1, 0) if role == "encode" else (0, 1)
     async with launch(encode, prefill, 2, on_prefill_failure="local", probe_interval_s=60) as fleet:
         [only] = getattr(fleet, role)

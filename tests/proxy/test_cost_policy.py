@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 
 from epd.observe.request_log import LogObserver
+from epd.request.item_tokens import PIXELS_PER_TOKEN
 from epd.routing.instances import Instance, Role
 from epd.server.app_keys import CONFIG, TABLE
 from tests.requests import image, png, request, text, video
@@ -137,18 +138,15 @@ async def test_cost_is_compared_once_an_encode_instance_is_measured(
         assert await decisions(fleet) == {"encode,unmeasured": 2, "local,cheaper": 2}
 
 
-async def test_tokens_of_a_picture_are_predicted_by_the_pixels_of_earlier_ones(
-    launch: Launch,
-) -> None:
+async def test_tokens_of_a_picture_are_predicted_by_its_pixels(launch: Launch) -> None:
     free = asyncio.Event()
     async with launch() as fleet:
-        await items_of(fleet, request(image(png(360, 540))))  # 486 tokens, by the fake's reply
         fleet.e.chat = after(free, fleet.e.chat)
         load = fleet.runner.app[TABLE].load(Instance(Role.ENCODE, fleet.e.url))
         waiting = asyncio.create_task(items_of(fleet, request(image(png(180, 540)))))
         await until(lambda: fleet.e.open)
 
-        assert load.encode.tokens == 243
+        assert load.encode.tokens == round(180 * 540 / PIXELS_PER_TOKEN)
         free.set()
         await waiting
 

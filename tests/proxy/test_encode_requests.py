@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from epd.policies.policy import Course
 from epd.request.encode_job import EncodeJob
 from epd.request.request import Request
 from tests.requests import image, request, text
@@ -165,7 +166,8 @@ async def test_system_messages_of_other_apis_count(
 def test_requests_share_an_encode_only_if_no_instance_can_refuse_one_of_them() -> None:
     def sharing(headers: dict[str, str] | None = None, **fields: Any) -> Hashable:
         body = {"model": "m", **request(image(), text("a question")), **fields}
-        return EncodeJob(Request("id", headers or {}, CONFIG, body=body)).sharing
+        asked = Request("id", headers or {}, CONFIG, body=body)
+        return EncodeJob(asked, Course()).sharing
 
     others = [
         sharing({"Authorization": "Bearer other"}),

@@ -129,9 +129,9 @@ async def answered(fleet: Fleet, body: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("start", "most"),
     [
-        (text_e_pd, Trip(50, 228, 48)),
-        (picture_e_p_d, Trip(80, 473, 79)),
-        (picture_hit, Trip(75, 386, 70)),
+        (text_e_pd, Trip(49, 227, 48)),
+        (picture_e_p_d, Trip(78, 468, 77)),
+        (picture_hit, Trip(73, 385, 69)),
     ],
 )
 async def test_no_trip_grows(

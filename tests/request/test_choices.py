@@ -6,7 +6,6 @@ import epd
 from epd.request.choices import Choices
 from epd.request.request import Request
 from epd.routing.instances import Instance, Role
-from epd.routing.recent_items import RecentItems
 from epd.routing.table import InstanceTable
 
 PLAIN, TLS = (Instance(Role.DECODE, url) for url in ("http://d:1", "https://d:2"))
@@ -24,7 +23,7 @@ def test_host_and_port_are_enough_for_instances_with_and_without_tls(
         decode_servers_urls=("http://d:1", "https://d:2"),
         decode_from="header",
     )
-    choices = Choices(InstanceTable([PLAIN, TLS]), RecentItems())
+    choices = Choices(InstanceTable([PLAIN, TLS]))
     request = Request("r", {}, config, client_headers={config.decode_header: named})
 
     assert choices.client_decode(request) == instance

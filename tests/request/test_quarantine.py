@@ -6,9 +6,8 @@ import pytest
 
 from epd.errors import SuspectedFatal, UpstreamDied
 from epd.request.quarantine import MAX_WAITING, Quarantine
-from epd.routing.fatal import FatalRequests
+from epd.routing.fatal import MAX_TENANT_DEATHS, SAME_DEATH_S, FatalRequests, Watched
 from epd.routing.instances import Instance, Role
-from epd.routing.watched import MAX_TENANT_DEATHS, SAME_DEATH_S, Watched
 from tests.support.clock import Clock
 
 D = Instance(Role.DECODE, "http://d:1")

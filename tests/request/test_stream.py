@@ -16,7 +16,7 @@ from epd.http.connection import Sink
 from epd.request.prefill_decode import DecodeAnswer
 from epd.request.recorder import Recorder
 from epd.request.stream import StreamRelay
-from epd.routing.watched import Watched
+from epd.routing.fatal import Watched
 from epd.upstream import Reply
 
 EVENT = b"data: 1\n\n"

@@ -6,16 +6,15 @@ from hypothesis import strategies as st
 
 from epd.errors import UpstreamUnreachable
 from epd.routing.encode_work import EXPIRES_AFTER_S, EncodeWork
-from epd.routing.forecast import Forecast, encode_work_s
+from epd.routing.forecast import Forecast, encode_work_s, mean_token_s
 from epd.routing.instances import Instance, Role
 from epd.routing.reports import Report
-from epd.routing.speed import Speed, mean_speed
 from epd.routing.table import InstanceTable, Work
 from tests.support.clock import Clock
 
-E1, E2 = (Instance(Role.ENCODE, f"http://e{number}:1") for number in (1, 2))
+E1, E2, E3 = (Instance(Role.ENCODE, f"http://e{number}:1") for number in (1, 2, 3))
 PD = Instance(Role.PREFILL_DECODE, "http://pd:1")
-SPEED = Speed(0.02, 0.0001)
+TOKEN_S = 0.0001
 
 
 def answer(table: InstanceTable, clock: Clock, tokens: int, seconds: float, at: Instance) -> None:
@@ -24,47 +23,49 @@ def answer(table: InstanceTable, clock: Clock, tokens: int, seconds: float, at: 
         clock.now_s += seconds
 
 
-def learned(clock: Clock, *instances: Instance, speed: Speed = SPEED) -> InstanceTable:
+def learned(clock: Clock, *instances: Instance) -> InstanceTable:
     """Return a table in which the speed of these encode instances is known."""
     table = InstanceTable([*instances, PD], clock=clock)
     for one in instances:
         for tokens in (1, 100, 1000, 100):
-            answer(table, clock, tokens, speed.work_s(1, tokens), one)
+            answer(table, clock, tokens, TOKEN_S * tokens, one)
     return table
 
 
-def test_time_of_requests_and_of_tokens_are_learned_apart() -> None:
+def test_time_of_each_token_is_the_mean_of_the_latest_answers() -> None:
     clock = Clock()
-    speed = learned(clock, E1).load(E1).encode.speed
+    table = learned(clock, E1)
+    assert table.load(E1).encode.token_s == pytest.approx(TOKEN_S)
+    for _ in range(200):
+        answer(table, clock, 100, 0.2, E1)
 
-    assert speed is not None
-    assert speed == pytest.approx(SPEED)
+    assert table.load(E1).encode.token_s == pytest.approx(0.002, rel=0.01)
 
 
 def test_first_answer_is_not_learned() -> None:
     clock = Clock()
     table = InstanceTable([E1], clock=clock)
     answer(table, clock, 100, 60.0, E1)
-    first = table.load(E1).encode.speed
+    first = table.load(E1).encode.token_s
     answer(table, clock, 100, 1.0, E1)
 
     assert first is None
-    assert table.load(E1).encode.speed == pytest.approx(Speed(0.0, 0.01))
+    assert table.load(E1).encode.token_s == pytest.approx(0.01)
 
 
 def test_wait_behind_other_requests_is_not_learned() -> None:
     clock = Clock()
     table = learned(clock, E1)
-    before = table.load(E1).encode.speed
+    before = table.load(E1).encode.token_s
     first, second = (table.track_request(E1, work=Work(encode_tokens=1000)) for _ in range(2))
     for one in (first, second):
         one.begin_request()
     for one in (first, second):
-        clock.now_s += SPEED.work_s(1, 1000)
+        clock.now_s += TOKEN_S * 1000
         one.end_request()
 
     assert before is not None
-    assert table.load(E1).encode.speed == pytest.approx(before)
+    assert table.load(E1).encode.token_s == pytest.approx(before)
 
 
 def test_time_for_requests_of_other_clients_is_not_learned() -> None:
@@ -72,9 +73,9 @@ def test_time_for_requests_of_other_clients_is_not_learned() -> None:
     table = learned(clock, E1, E2)
     table.reports_due(1.0)
     table.record_report(E1, Report(0, 3, {}), 1e6)
-    answer(table, clock, 1000, 4 * SPEED.work_s(1, 1000), E1)
+    answer(table, clock, 1000, 4 * TOKEN_S * 1000, E1)
 
-    assert table.load(E1).encode.speed == pytest.approx(SPEED)
+    assert table.load(E1).encode.token_s == pytest.approx(TOKEN_S)
 
 
 def test_failed_request_is_not_learned_and_leaves_no_tokens() -> None:
@@ -86,18 +87,18 @@ def test_failed_request_is_not_learned_and_leaves_no_tokens() -> None:
     using.end_request(UpstreamUnreachable("down", slug="down", stage="encode"))
 
     assert (during, table.load(E1).encode.tokens) == (70, 0)
-    assert table.load(E1).encode.speed == pytest.approx(SPEED)
+    assert table.load(E1).encode.token_s == pytest.approx(TOKEN_S)
 
 
 def test_speed_expires_and_is_learned_again_without_the_old_answers() -> None:
     clock = Clock()
     table = learned(clock, E1)
     clock.now_s += EXPIRES_AFTER_S
-    expired = table.load(E1).encode.speed
+    expired = table.load(E1).encode.token_s
     answer(table, clock, 100, 1.0, E1)
 
     assert expired is None
-    assert table.load(E1).encode.speed == pytest.approx(Speed(0.0, 0.01))
+    assert table.load(E1).encode.token_s == pytest.approx(0.01)
 
 
 def test_speed_of_a_removed_instance_is_forgotten() -> None:
@@ -106,7 +107,7 @@ def test_speed_of_a_removed_instance_is_forgotten() -> None:
     table.remove(E1)
     table.add(E1)
 
-    assert table.load(E1).encode.speed is None
+    assert table.load(E1).encode.token_s is None
 
 
 SECONDS = st.integers(0, 30_000).map(lambda milliseconds: milliseconds / 1000)
@@ -114,7 +115,7 @@ ANSWERS = st.lists(st.tuples(st.integers(1, 20_000), SECONDS), max_size=40)
 
 
 @given(ANSWERS)
-def test_speed_has_no_negative_part_and_explains_the_busy_time(
+def test_speed_is_not_negative_and_explains_the_busy_time(
     answers: list[tuple[int, float]],
 ) -> None:
     clock = Clock()
@@ -123,25 +124,31 @@ def test_speed_has_no_negative_part_and_explains_the_busy_time(
         started_s = clock.now_s
         clock.now_s += seconds
         work.learn_answer(tokens, started_s, 1.0)
-    speed = work.speed
+    token_s = work.token_s
 
-    assert (speed is None) == (len(answers) < 2)
-    if speed is not None:
-        assert min(speed) >= 0
+    assert (token_s is None) == (len(answers) < 2)
+    if token_s is not None:
         total_s = sum(seconds for _, seconds in answers[1:])
-        assert (speed.work_s(1, 1) > 0) == (total_s > 0)
+        assert token_s >= 0
+        assert (token_s > 0) == (total_s > 0)
 
 
 def test_mean_speed_covers_only_measured_instances() -> None:
-    assert mean_speed([None, Speed(1, 2), Speed(3, 4)]) == (2, 3)
-    assert mean_speed([None]) is None
+    clock = Clock()
+    table = InstanceTable([E1, E2, E3], clock=clock)
+    for instance, seconds in ((E1, 1.0), (E2, 3.0)):
+        answer(table, clock, 100, 60.0, instance)
+        answer(table, clock, 100, seconds, instance)
+
+    assert mean_token_s([table.load(each) for each in (E1, E2, E3)]) == pytest.approx(0.02)
+    assert mean_token_s([table.load(E3)]) is None
 
 
 def test_forecast_of_an_idle_instance_is_the_time_of_the_item() -> None:
     queue = Forecast(learned(Clock(), E1)).best_queue(1000, "key")
 
     assert queue is not None
-    assert queue.finish_s(1000) == pytest.approx(0.12)
+    assert queue.finish_s(1000) == pytest.approx(0.1)
 
 
 def test_forecast_counts_the_queue_and_the_items_before() -> None:
@@ -152,7 +159,7 @@ def test_forecast_counts_the_queue_and_the_items_before() -> None:
         assert queue is not None
         queue.add_item(100)
 
-    assert queue.finish_s(1000) == pytest.approx(SPEED.work_s(3, 1600))
+    assert queue.finish_s(1000) == pytest.approx(TOKEN_S * 1600)
 
 
 def test_forecast_counts_requests_of_other_clients_as_the_mean() -> None:
@@ -165,7 +172,7 @@ def test_forecast_counts_requests_of_other_clients_as_the_mean() -> None:
 
     queue = forecast.best_queue(10, "key")
     assert queue is not None
-    assert queue.finish_s(10) == pytest.approx(SPEED.work_s(3, 10 + 2 * mean))
+    assert queue.finish_s(10) == pytest.approx(TOKEN_S * (10 + 2 * mean))
 
 
 def nearest(table: InstanceTable) -> set[Instance]:
@@ -176,7 +183,7 @@ def nearest(table: InstanceTable) -> set[Instance]:
 def test_best_queue_is_the_earliest_and_equal_ones_go_by_the_key() -> None:
     table = learned(Clock(), E1, E2)
     equal = nearest(table)
-    with table.track_request(E1, work=Work(encode_tokens=5)):
+    with table.track_request(E1, work=Work(encode_tokens=50)):
         busy = nearest(table)
 
     assert (equal, busy) == ({E1, E2}, {E2})
@@ -191,13 +198,13 @@ def test_instance_of_unknown_speed_counts_as_the_mean_of_the_others() -> None:
 
     assert queue is not None
     assert queue.instance == E2
-    assert queue.finish_s(10) == pytest.approx(SPEED.work_s(1, 10))
+    assert queue.finish_s(10) == pytest.approx(TOKEN_S * 10)
 
 
 def test_no_encode_instance_has_no_queue() -> None:
     forecast = Forecast(InstanceTable([PD]))
 
-    assert (forecast.speed, forecast.best_queue(1, "key")) == (None, None)
+    assert (forecast.token_s, forecast.best_queue(1, "key")) == (None, None)
 
 
 def test_consumer_counts_its_requests_and_its_local_items() -> None:
@@ -234,7 +241,7 @@ def test_local_encode_ends_with_the_answer() -> None:
     using.end_request()
 
     assert (during, after) == ((30, 70), (0, 0))
-    assert (load.encode.tokens, load.pending_tokens, load.encode.speed) == (0, 0, None)
+    assert (load.encode.tokens, load.pending_tokens, load.encode.token_s) == (0, 0, None)
 
 
 def test_backlog_of_encode_instances_is_their_time() -> None:
@@ -243,6 +250,6 @@ def test_backlog_of_encode_instances_is_their_time() -> None:
     table.add(E2)
     with table.track_request(E1, work=Work(0, 500)), table.track_request(E2, work=Work(0, 100)):
         loads = [table.load(one) for one in (E1, E2)]
-        assert encode_work_s(loads) == pytest.approx(SPEED.work_s(2, 600))
+        assert encode_work_s(loads) == pytest.approx(TOKEN_S * 600)
 
     assert encode_work_s(loads) == 0

@@ -8,9 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd.errors import ProxyError, SuspectedFatal, UpstreamDied
-from epd.routing.fatal import ANSWERS_PER_DEATH, MAX_SUSPECTS, FatalRequests, fingerprint
+from epd.routing.fatal import (
+    ANSWERS_PER_DEATH,
+    MAX_SUSPECTS,
+    MAX_TENANT_DEATHS,
+    SAME_DEATH_S,
+    FatalRequests,
+    Watched,
+    fingerprint,
+)
 from epd.routing.instances import Instance, Role
-from epd.routing.watched import MAX_TENANT_DEATHS, SAME_DEATH_S, Watched
 
 ONE, OTHER, THIRD = (Instance(Role.DECODE, f"http://d{number}:1") for number in range(3))
 REJECT_S = 300.0
@@ -35,8 +42,7 @@ class Deaths:
         self, error: ProxyError, instance: Instance, watched: Watched, items: Sequence[str] = ()
     ) -> ProxyError:
         """Count a death; return the error of the request."""
-        self.ledger.count_death(error, instance, watched, items)
-        return self.ledger.final_error(error, instance, watched, items)
+        return self.ledger.count_death(error, instance, watched, items)
 
     def rejected(self, *items: str, body: str = "b", tenant: str = "t") -> bool:
         try:

@@ -16,18 +16,17 @@ import epd
 from ec_store import EntryKey
 from epd.api.items import MMItem
 from epd.policies.policy import Course, ItemRule
-from epd.request.encode_job import EncodeJob, MissingItem, PlacedItem
-from epd.request.item_tokens import PIXELS_PER_TOKEN, TokenCounts
+from epd.request.encode_job import EncodeJob, MissingItem
+from epd.request.item_tokens import PIXELS_PER_TOKEN, predict_tokens
 from epd.request.placement import Placement
 from epd.request.request import Request
 from epd.routing.balance import Choice
 from epd.routing.instances import Instance, Role
-from epd.routing.namespaces import Namespaces
-from epd.routing.speed import Speed
+from epd.routing.store_access import StoreAccess
 from epd.routing.table import InFlight, InstanceTable, Work
 from tests.requests import image
 
-SPEED = Speed(request_s=0.03, token_s=0.0001)
+REQUEST_S, TOKEN_S = 0.03, 0.0001
 """Speed of every encode instance. The time of a request is on top of an encode at a PD instance."""
 
 CONFIG = epd.ProxyConfig(encode_servers_urls=("http://e:1",), decode_servers_urls=("http://pd:1",))
@@ -84,10 +83,10 @@ class EncodeFleet:
         encodes = [Instance(Role.ENCODE, f"http://e{n}:1") for n in range(self.encoders)]
         decodes = [Instance(Role.PREFILL_DECODE, f"http://pd{n}:1") for n in range(self.decoders)]
         self.table = InstanceTable([*encodes, *decodes], clock=clock)
-        namespaces = Namespaces(self.table)
+        access = StoreAccess(self.table)
         for one in decodes:
-            namespaces.record_writes(one, writes=True)
-        self._placement = Placement(self.table, namespaces, TokenCounts(), False)
+            access.record_writes(one, writes=True)
+        self._placement = Placement(self.table, access)
         self._encodes = Choice(self.table, Role.ENCODE)
         self._decodes = Choice(self.table, Role.PREFILL_DECODE)
         self._free_s = dict.fromkeys([*encodes, *decodes], 0.0)
@@ -128,10 +127,10 @@ class EncodeFleet:
         chosen = self._encodes.best_instance(prefer=placed.first_url)
         using = self.table.track_request(chosen, work=Work(0, placed.tokens)).begin_request()
         begins_s = max(self.now_s, self._free_s[chosen])
-        self._free_s[chosen] = ends_s = begins_s + SPEED.work_s(1, asked.tokens)
+        self._free_s[chosen] = ends_s = begins_s + REQUEST_S + TOKEN_S * asked.tokens
         self._run_at(ends_s, partial(self._encoded, asked, using))
 
-    def place_item(self, tokens: int) -> PlacedItem:
+    def place_item(self, tokens: int) -> MissingItem:
         """Return a picture of this many tokens with its place, of a request that arrives now."""
         item = MMItem(
             ("messages", 0, "content", 0),
@@ -142,9 +141,8 @@ class EncodeFleet:
         )
         request = Request("r", {}, CONFIG, body={"model": "m"}, items=[item])
         job = EncodeJob(request, Course(items=self.rule))
-        missing = MissingItem(item, None, EntryKey("n", "key"))
-        arrived = PlacedItem(missing, self._placement.predict_tokens(job, item))
-        [placed] = self._placement.place_items(job, [arrived])
+        missing = MissingItem(item, None, EntryKey("n", "key"), predict_tokens(item))
+        [placed] = self._placement.place_items(job, [missing])
         return placed
 
     def _encoded(self, asked: Asked, using: InFlight) -> None:
@@ -156,7 +154,7 @@ class EncodeFleet:
         chosen = self._decodes.best_instance()
         using = self.table.track_request(chosen, work=Work(0, tokens)).begin_request()
         begins_s = max(self.now_s, self._free_s[chosen])
-        encode_s = SPEED.work_s(0, tokens)
+        encode_s = TOKEN_S * tokens
         if tokens:
             self._free_s[chosen] = begins_s + encode_s
             for other in self._running[chosen]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from epd.routing.host_report import Host, read_host
+from epd.routing.reports import Host, read_host
 from tests.ec_store.arena.served import serving
 from tests.ec_store.waiting import until
 

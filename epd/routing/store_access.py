@@ -1,21 +1,34 @@
-"""How each instance uses the store: its namespace, and whether it writes. No I/O.
+"""How each instance uses the store: its namespace, its host's server, whether it writes. No I/O.
 
 Instances with different encoder weights have different namespaces and share no outputs. This is the
 case during a rolling update. An instance with an unknown namespace is assumed to share with all
 others.
 
+If each host has a memory, an instance uses the server of its host. One without a known server
+shares with no other.
+
 A consumer that encodes media itself writes the outputs to the store only with the role `ec_both`.
 """
 
-from epd.routing.instances import CONSUMERS, Instance
+from collections.abc import Callable
+from collections.abc import Set as AbstractSet
+
+from epd.routing.instances import CONSUMERS, Instance, Role
+from epd.routing.reports import Host
 from epd.routing.table import InstanceTable
 
 
-class Namespaces:
-    """The namespaces of the instances of one table. Belongs to one event loop."""
+class StoreAccess:
+    """How the instances of one table use the store. Belongs to one event loop."""
 
-    def __init__(self, table: InstanceTable) -> None:
+    def __init__(
+        self,
+        table: InstanceTable,
+        on_servers: Callable[[AbstractSet[str]], None] = lambda _: None,
+    ) -> None:
+        """Create it. `on_servers` gets the addresses of all servers when one of them changes."""
         self._table = table
+        self._on_servers = on_servers
         self._consumers: frozenset[str] | None = None
         self._counted_at = table.changes
 
@@ -33,6 +46,18 @@ class Namespaces:
         if (load := self._table.find_load(instance)) is not None:
             load.writes_outputs = writes
 
+    def record_host(self, instance: Instance, host: Host | None) -> None:
+        """Record the server that an instance names; an instance outside the table is ignored."""
+        load = self._table.find_load(instance)
+        if load is not None and load.host != host:
+            load.host = host
+            self.use_servers()
+
+    def use_servers(self) -> None:
+        """Tell the addresses of all servers: an instance has changed its server, or has left."""
+        hosts = (candidate.load.host for candidate in self._table.all(*Role))
+        self._on_servers({host.address for host in hosts if host is not None})
+
     def consumers_write(self) -> bool:
         """Return whether all consumers are known to write the outputs of their own encodes."""
         consumers = self._table.all(*CONSUMERS)
@@ -46,15 +71,23 @@ class Namespaces:
     def any_consumer_writes(self) -> bool:
         return any(consumer.load.writes_outputs for consumer in self._table.all(*CONSUMERS))
 
-    def writes_to(self, instance: Instance, namespace: str | None) -> bool:
-        """Return whether an instance writes what it encodes, as far as known to a namespace."""
+    def writes(self, instance: Instance) -> bool:
+        """Return whether an instance is known to write what it encodes."""
         load = self._table.find_load(instance)
-        writes = load is not None and bool(load.writes_outputs)
-        return writes and self.shares_namespace(instance, namespace)
+        return load is not None and bool(load.writes_outputs)
 
     def namespace_of(self, instance: Instance) -> str | None:
         load = self._table.find_load(instance)
         return load.namespace or None if load is not None else None
+
+    def host_of(self, instance: Instance) -> Host | None:
+        load = self._table.find_load(instance)
+        return None if load is None else load.host
+
+    def is_at(self, instance: Instance, host: Host) -> bool:
+        """Return whether an instance is on a host: a consumer there needs no tier."""
+        own = self.host_of(instance)
+        return own is not None and own.address == host.address
 
     def of_consumers(self) -> frozenset[str]:
         """Return all known namespaces of consumers, collected again only after a change."""
@@ -67,3 +100,14 @@ class Namespaces:
     def shares_namespace(self, instance: Instance, namespace: str | None) -> bool:
         """Return whether the outputs of an instance are usable in a namespace, as far as known."""
         return namespace is None or self.namespace_of(instance) in {None, namespace}
+
+    def reaches(self, instance: Instance, namespace: str | None, host: Host | None) -> bool:
+        """Return whether the outputs of an instance are readable in a namespace at a host.
+
+        An instance or a consumer without a known server is out of reach: the consumer would wait
+        for an entry that does not come.
+        """
+        own = self.host_of(instance)
+        if own is None or host is None or not own.reaches(host):
+            return False
+        return self.shares_namespace(instance, namespace)

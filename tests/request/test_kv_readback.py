@@ -1,6 +1,6 @@
 """Cooldowns of KV read-back: which prefill instance may not read from which engine, how long."""
 
-from epd.request.readback_cooldowns import HUNG_S, MOST, REST_S, Cooldowns
+from epd.request.kv_readback import HUNG_S, MOST, REST_S, Cooldowns
 
 
 class Clock:

@@ -8,22 +8,21 @@ import pytest
 
 from ec_store.entry import EntryInfo
 from ec_store.keys import EntryKey
-from epd.encoder_cache.hosts import HostStores
 from epd.encoder_cache.identity import Identifiers
 from epd.request.attempt import Attempt
-from epd.request.host_choice import HostChoice
-from epd.routing.host_report import Host
-from epd.routing.hosts import InstanceHosts
+from epd.request.early_choice import EarlyChoice
 from epd.routing.instances import Instance, Role
+from epd.routing.reports import Host
+from epd.routing.store_access import StoreAccess
 from epd.routing.table import InstanceTable
 
 A, B, C = (Host(f"shm+tcp://{name}:8101", name * 2) for name in "abc")
 
 
-def fleet(encoders: str, consumers: str, tiers: Mapping[str, str]) -> tuple[HostChoice, Any]:
+def fleet(encoders: str, consumers: str, tiers: Mapping[str, str]) -> tuple[EarlyChoice, Any]:
     """Return the choice, and the consumers of these hosts in their order."""
     table = InstanceTable()
-    hosts = InstanceHosts(table)
+    access = StoreAccess(table)
     made = []
     for role, names in ((Role.ENCODE, encoders), (Role.PREFILL_DECODE, consumers)):
         for number, name in enumerate(names):
@@ -32,8 +31,9 @@ def fleet(encoders: str, consumers: str, tiers: Mapping[str, str]) -> tuple[Host
             made.append(instance)
             if name != "-":
                 host = {"a": A, "b": B, "c": C}[name]
-                hosts.record_host(instance, host._replace(tier=tiers.get(name, "")))
-    choice = HostChoice(table, hosts, cast("HostStores", None), Identifiers())
+                access.record_host(instance, host._replace(tier=tiers.get(name, "")))
+    unused = cast("Any", None)
+    choice = EarlyChoice(table, access, unused, False, False, None, None, Identifiers())
     return choice, made[len(encoders) :]
 
 

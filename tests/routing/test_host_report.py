@@ -1,15 +1,10 @@
 """Hosts of instances: what a metrics page names, and which outputs are readable where."""
 
-from collections.abc import Set as AbstractSet
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.routing.host_report import Host, read_host
-from epd.routing.hosts import InstanceHosts
-from epd.routing.instances import Instance, Role
-from epd.routing.table import InstanceTable
+from epd.routing.reports import Host, read_host
 
 A = Host("shm+tls://a:8101", "aa", "cafe")
 B = Host("shm+tls://b:8101", "bb", "cafe")
@@ -57,34 +52,3 @@ def test_outputs_are_readable_at_their_host_and_through_a_shared_tier() -> None:
     assert A.reaches(B)
     assert not alone.reaches(other)
     assert not A.reaches(B._replace(tier="other"))
-
-
-def test_an_instance_without_a_named_server_reaches_no_host() -> None:
-    table = InstanceTable()
-    first, second, gone = (Instance(Role.ENCODE, f"http://{name}:1") for name in "abc")
-    table.add(first)
-    table.add(second)
-    hosts = InstanceHosts(table)
-    hosts.record_host(first, A)
-    hosts.record_host(gone, A)
-
-    assert (hosts.host_of(first), hosts.host_of(second), hosts.host_of(gone)) == (A, None, None)
-    assert hosts.reaches(first, B)
-    assert not hosts.reaches(first, None)
-    assert not hosts.reaches(second, B)
-    hosts.record_host(first, None)
-    assert hosts.host_of(first) is None
-
-
-def test_the_server_of_an_instance_that_left_is_not_used() -> None:
-    used: list[AbstractSet[str]] = []
-    table = InstanceTable()
-    hosts = InstanceHosts(table, used.append)
-    for url, address in (("http://a", "x"), ("http://b", "y")):
-        instance = Instance(Role.ENCODE, url)
-        table.add(instance)
-        hosts.record_host(instance, Host(address, "00"))
-    table.remove(instance)
-    hosts.use_servers()
-
-    assert used[-2:] == [{"x", "y"}, {"x"}]
