@@ -169,7 +169,7 @@ class MooncakeClient:
             lane.send(orjson.dumps([operation, *arguments]))
             reply = lane.recv(REPLY_BYTES)
         except OSError as error:  # the timeout is one
-            running.process.kill()
+            self.program.replace(running)  # its reply may come late, to the next call of this lane
             raise StoreUnavailable(f"Mooncake's client is replaced: {error}") from error
         if not reply:
             raise StoreUnavailable("Mooncake's client has ended")
@@ -185,7 +185,7 @@ class MooncakeClient:
             self._failures += 1
             if self._failures >= FAILURES:
                 self._failures = 0
-                running.process.kill()
+                self.program.replace(running)
         elif operation in {"get", "read", "put"} and max(result, default=-1) >= 0:
             self._failures = 0
 

@@ -80,6 +80,12 @@ class Program:
         """Return the process that is ready; None while a new one starts."""
         return self._running
 
+    def replace(self, running: Running) -> None:
+        """Kill a process, which no call uses from now on. Another one is started."""
+        if self._running is running:
+            self._running = None
+        running.process.kill()
+
     def close(self) -> None:
         """End the process, which removes its segment from Mooncake."""
         self._closed.set()

@@ -162,6 +162,26 @@ def test_a_client_that_ends_or_hangs_is_replaced_and_its_host_keeps_its_entries(
     assert tier.segment.starts == 1
 
 
+@pytest.mark.fault(162)
+def test_a_reply_after_its_deadline_is_not_that_of_the_next_call(
+    master: MooncakeMaster, open_tier: OpenTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = open_tier(master.url(f"{SEGMENT}&timeout=500ms&prefix=late"))
+    tier.put(key(), sized(100))
+    old = running(tier.client.program)
+    monkeypatch.setattr(old.process, "kill", Mock())  # it takes long
+    old.process.send_signal(signal.SIGSTOP)
+    with pytest.raises(StoreUnavailable):
+        tier.find([key().digest])
+    old.process.send_signal(signal.SIGCONT)
+
+    with pytest.raises(StoreUnavailable):
+        tier.get(key())
+    old.process.send_signal(signal.SIGKILL)
+    until(lambda: tier.client.program.starts == 2)
+    assert_same(sized(100), tier.get(key()))
+
+
 @pytest.mark.fault(143)
 def test_a_client_is_replaced_after_failed_transfers_in_a_row(
     own_master: MooncakeMaster, open_tier: OpenTier
