@@ -80,10 +80,16 @@ TIER_COUNTERS = {
     "drops": "Entries that were not copied from or to the tier: no room, too late, or a failure.",
     "errors": "Calls of the tier that failed or missed their deadline.",
     "corrupt": "Corrupt entries of the memory that were deleted and not sent to the tier.",
+    "found_corrupt": "Corrupt entries that were found in the tier. They are misses.",
 }
 TIER_GAUGES = {
     "queued": "Entries that wait to be sent to the tier.",
     "queued_bytes": "Bytes of the entries that wait to be sent to the tier.",
+    "skips_lookups": "1 while the tier is not asked because its look-ups fail, otherwise 0.",
+    "skips_waiting": "1 while no client waits for the tier because its look-ups are late, "
+    "otherwise 0.",
+    "skips_reads": "1 while the tier is not asked because its reads fail, otherwise 0.",
+    "skips_writes": "1 while nothing is sent to the tier because its writes fail, otherwise 0.",
 }
 
 

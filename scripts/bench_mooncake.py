@@ -4,7 +4,8 @@
     .venv/bin/python -m scripts.bench_mooncake
 
 It starts a Redis server, `mooncake_master`, and two tiers of Mooncake, all on 127.0.0.1. One tier
-contributes the segment and writes; the other reads over TCP. Each figure is a median.
+contributes the segment and writes; the other reads over TCP. Times are medians. Processor time is
+that of the process that runs Mooncake's library for the reader, per read.
 """
 
 import argparse
@@ -48,6 +49,7 @@ def main() -> None:
                 ):
                     time.sleep(0.01)
             compare({"Mooncake": (owner, reader), "Redis": (store, store)}, rounds)
+            compare_calls(owner, reader, rounds)
         finally:
             for each in (owner, reader, store):
                 each.close()
@@ -79,6 +81,39 @@ def compare(tiers: Mapping[str, tuple[Tier, Tier]], rounds: int) -> None:
             timed(times, f"missing {name}", partial(reader.find, missing))
             timed(times, f"one missing {name}", partial(reader.find, missing[:1]))
     show(f"look-up of {KEYS}", times)
+
+
+def compare_calls(writer: MooncakeTier, reader: MooncakeTier, rounds: int) -> None:
+    """Print what a read of 20 MB takes as this tier does it, and by the library's own call."""
+    entry = Entry(memoryview(os.urandom(20 * MB)), "BF16", (10 * MB,), "image")
+    running = reader.client.program.running
+    if running is None:
+        raise RuntimeError("Mooncake's client has ended")
+    times: dict[str, list[float]] = {}
+    cpu_s = {"this tier": 0.0, "the library": 0.0}
+    for number in range(rounds):
+        key = EntryKey("calls", str(number))
+        writer.put(key, entry)
+        name = reader._names.value(key)  # noqa: SLF001
+        with reader.client.lane() as lane:
+            calls: dict[str, Callable[[], object]] = {
+                "this tier": partial(lane.read, name),
+                "the library": partial(lane.get, [name], len(lane.memory)),
+            }
+            for each in sorted(calls, reverse=number % 2 == 1):  # the second finds warm caches
+                began_s = used_s(running.process.pid)
+                timed(times, each, calls[each])
+                cpu_s[each] += used_s(running.process.pid) - began_s
+        writer.remove([key.digest])
+    show("transfer of 20 MB", times)
+    for each, seconds in cpu_s.items():
+        print(f"  processor time, {each}: {seconds / rounds * 1e3:.1f} ms")
+
+
+def used_s(pid: int) -> float:
+    """Return the processor time of all threads of a process."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
 def timed(times: dict[str, list[float]], name: str, call: Callable[[], object]) -> None:

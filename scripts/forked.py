@@ -22,10 +22,14 @@ from epd.tools.up.process import Process
 from epd.tools.up.settings import VLLM
 from epd.tools.up.stack import Fleet
 from scripts.forking import ForkedProgram, next_program, start_server
+from scripts.network import enter_network
 from scripts.stack import Stack
 
 SHARED_SERVER = "VLLM_FORK_SERVER"
 """Variable with the socket of a fork server that several test processes use."""
+
+NETWORK = "VLLM_FORK_NETWORK"
+"""Variable with the path of the network namespace that a forked engine enters."""
 
 PRELOADED = [
     "vllm.entrypoints.cli.main",
@@ -110,7 +114,11 @@ def main() -> None:
     for module in PRELOADED:
         importlib.import_module(module)
     request = next_program(Path(sys.argv[1]))
-    status = 0 if request is None else _run_vllm(request["arguments"])
+    status = 0
+    if request is not None:
+        if network := os.environ.get(NETWORK):
+            enter_network(Path(network))
+        status = _run_vllm(request["arguments"])
     sys.stdout.flush()
     sys.stderr.flush()
     # Python's own exit frees all objects, which copies the memory that programs share with the

@@ -67,7 +67,7 @@ class Arena:
         own: what the server itself has pinned or begun, for the tier.
         coming: entries that are being copied from the tier, by digest. They have a header already,
             and may be leased.
-        tiers: numbers of each tier, by its name.
+        tiers: functions that return the numbers of each tier, by its name.
     """
 
     index: ArenaIndex
@@ -79,7 +79,7 @@ class Arena:
     namespaces: dict[bytes, bytes] = field(default_factory=dict)
     own: Client = field(default_factory=Client)
     coming: dict[bytes, Slot] = field(default_factory=dict)
-    tiers: dict[str, TierStats] = field(default_factory=dict)
+    tiers: dict[str, Callable[[], TierStats]] = field(default_factory=dict)
     _offer: Callable[[Slot], None] | None = None
     _offer_every_s: float = 0.0
 
@@ -257,7 +257,7 @@ class Arena:
             self.index.evictions,
             len(leased),
             memory,
-            self.tiers,
+            {name: read() for name, read in self.tiers.items()},
         )
 
 

@@ -176,6 +176,9 @@ class TierStats(msgspec.Struct, array_like=True):
         corrupt: entries that were deleted and not sent because their bytes do not match their
             checksum. The tier itself counts and deletes its own corrupt ones, which are misses.
         queued, queued_bytes: entries that wait to be sent.
+        found_corrupt: corrupt entries that the tier has found in itself.
+        skips_lookups, skips_waiting, skips_reads, skips_writes: 1 while its look-ups fail, are
+            late, its reads fail, or its writes fail, and are skipped or not waited for; else 0.
     """
 
     hits: int = 0
@@ -195,6 +198,11 @@ class TierStats(msgspec.Struct, array_like=True):
     corrupt: int = 0
     queued: int = 0
     queued_bytes: int = 0
+    found_corrupt: int = 0
+    skips_lookups: int = 0
+    skips_waiting: int = 0
+    skips_reads: int = 0
+    skips_writes: int = 0
 
 
 class Stats(Message, frozen=True):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from ec_store.concurrency import OPEN_S
+from ec_store.counts import Counts
 from ec_store.entry import Entry, EntryInfo
 from ec_store.keys import EntryKey
 
@@ -63,7 +64,12 @@ class Tier(Protocol):
     """Store behind an arena. Each method is called on threads, and has a deadline of its own.
 
     Every method may raise StoreUnavailable.
+
+    Attributes:
+        counts: its own counts, of which `corrupt` are entries that it has found corrupt.
     """
+
+    counts: Counts
 
     def find(self, digests: Sequence[str]) -> list[EntryInfo | None]:
         """Return the fields of the headers of entries, by the digests of their keys."""

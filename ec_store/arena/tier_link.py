@@ -58,7 +58,7 @@ class TierLink:
 
     Attributes:
         shared: whether other hosts use the tier too.
-        stats: numbers of the tier.
+        stats: numbers of the tier, without those that `read_stats` adds.
         late: breaker that is open while look-ups miss their deadline: they go on in the background,
             and no client waits for them.
     """
@@ -75,7 +75,8 @@ class TierLink:
     ) -> None:
         """Create the link; `send_all` begins to send. Arguments are those of `TierChain`."""
         self.shared = isinstance(tier, SharedTier)
-        self.stats = arena.tiers[name] = TierStats()
+        self.stats = TierStats()
+        arena.tiers[name] = self.read_stats
         self._tier = tier
         self._arena = arena
         self._memory = memory
@@ -100,6 +101,16 @@ class TierLink:
         """Running calls that claim or release, by key: one at a time for each key."""
         self._removed: set[bytes] = set()
         self._purged: list[str] = []
+
+    def read_stats(self) -> TierStats:
+        """Return the numbers of the tier, of its breakers and of its own counts at this time."""
+        stats = self.stats
+        stats.found_corrupt = self._tier.counts["corrupt"]
+        stats.skips_lookups = int(self._finding.open)
+        stats.skips_waiting = int(self.late.open)
+        stats.skips_reads = int(self._reading.open)
+        stats.skips_writes = int(self._writing.open)
+        return stats
 
     def close(self) -> None:
         """Close the tier; its calls that hang are left to their threads."""

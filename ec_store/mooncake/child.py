@@ -13,18 +13,27 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 REQUEST_BYTES = 2**20
 CLOSE_S = 2.0
 
+POLL_S = 0.0002
+"""Interval in seconds at which the end of a transfer is looked for."""
+
+DONE, FAILED = 1, -1
+"""Results of a transfer that has ended."""
+
 
 class Operations:
     """Operations of one lane, on a memory that starts at an address."""
 
-    def __init__(self, library: Any, replication: Any, address: int) -> None:
+    def __init__(self, library: Any, engine: Any, replication: Any, address: int) -> None:
+        """Create the operations; `engine` is the library's engine of transfers, None over RDMA."""
         self._library = library
+        self._engine = engine
         self._replication = replication
         self._address = address
 
@@ -35,6 +44,34 @@ class Operations:
     def get(self, names: list[str], places: Sequence[int], sizes: list[int]) -> Any:
         """Read values to places of the memory; return their sizes."""
         return self._library.batch_get_into(names, self._addresses(places), sizes)
+
+    def read(self, name: str, size: int) -> Any:
+        """Read one value to the start of the memory; return its size."""
+        transferred = None if self._engine is None else self._transfer(name, size)
+        return self.get([name], [0], [size]) if transferred is None else [transferred]
+
+    def _transfer(self, name: str, size: int) -> int | None:
+        """Read a value with the engine; return its size, or None if the library must read it.
+
+        The library waits for a transfer in a loop without a pause, which takes a core for as long
+        as it lasts. Over TCP that is a core that the transfer needs.
+        """
+        replicas = self._library.batch_get_replica_desc([name]).get(name, ())
+        in_memory = (each for each in replicas if each.is_memory_replica())
+        source = next((each for each in in_memory if each.status.name == "COMPLETE"), None)
+        if source is None:
+            return None
+        value = source.get_memory_descriptor().buffer_descriptor
+        if value.size > size:
+            return None
+        transfer = self._engine.batch_transfer_async_read(
+            value.transport_endpoint, [self._address], [value.buffer_address], [value.size]
+        )
+        if not transfer:
+            return None
+        while (result := self._engine.transfer_check_status(transfer)) not in {DONE, FAILED}:
+            time.sleep(POLL_S)
+        return int(value.size) if result == DONE else None
 
     def put(self, names: list[str], places: Sequence[int], sizes: list[int]) -> Any:
         addresses = self._addresses(places)
@@ -54,10 +91,11 @@ def main() -> None:
     """Serve the lanes of the configuration on the command line until the parent's end closes."""
     config = json.loads(sys.argv[1])
     control = socket.socket(fileno=config["control"])
-    library, replication = _set_up(config)
+    library, engine, replication = _set_up(config)
     memories = [mmap.mmap(memory, 0) for _, memory in config["lanes"]]
     for number, (handle, _) in enumerate(config["lanes"]):
-        operations = Operations(library, replication, _register(library, memories[number]))
+        address = _register(library, memories[number])
+        operations = Operations(library, engine, replication, address)
         lane = socket.socket(fileno=handle)
         threading.Thread(
             target=_serve, args=(lane, operations), name=f"lane-{number}", daemon=True
@@ -70,16 +108,25 @@ def main() -> None:
     os._exit(0)
 
 
-def _set_up(config: dict[str, Any]) -> tuple[Any, Any]:
+def _set_up(config: dict[str, Any]) -> tuple[Any, Any, Any]:
+    from mooncake.engine import TransferEngine  # noqa: PLC0415
     from mooncake.store import MooncakeDistributedStore, ReplicateConfig  # noqa: PLC0415
 
+    host, metadata, _, _, protocol, devices, _ = config["setup"]
+    engine = None
+    if protocol == "tcp":
+        engine = TransferEngine()
+        _check(engine.initialize(host, metadata, protocol, devices))
     library = MooncakeDistributedStore()
-    status = library.setup(*config["setup"])
-    if status != 0:
-        sys.exit(f"Mooncake's client cannot start: error {status}")
+    _check(library.setup(*config["setup"], engine and engine.get_engine()))
     replication = ReplicateConfig()
     replication.replica_num = config["replicas"]
-    return library, replication
+    return library, engine, replication
+
+
+def _check(status: int) -> None:
+    if status != 0:
+        sys.exit(f"Mooncake's client cannot start: error {status}")
 
 
 def _register(library: Any, memory: mmap.mmap) -> int:

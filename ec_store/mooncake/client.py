@@ -75,6 +75,11 @@ class Lane:
         places = [size_bytes * number for number in range(len(names))]
         return self._call("get", names, places, [size_bytes] * len(names))
 
+    def read(self, name: str) -> int:
+        """Read one value to the start of the memory; return its size, or its `Status`."""
+        [size] = self._call("read", name, len(self.memory))
+        return size
+
     def put(self, names: Sequence[str], sizes: Sequence[int]) -> list[int]:
         """Write values that all begin at the start of the memory; one that exists stays.
 
@@ -164,7 +169,7 @@ class MooncakeClient:
             lane.send(orjson.dumps([operation, *arguments]))
             reply = lane.recv(REPLY_BYTES)
         except OSError as error:  # the timeout is one
-            running.process.kill()
+            self.program.replace(running)  # its reply may come late, to the next call of this lane
             raise StoreUnavailable(f"Mooncake's client is replaced: {error}") from error
         if not reply:
             raise StoreUnavailable("Mooncake's client has ended")
@@ -180,8 +185,8 @@ class MooncakeClient:
             self._failures += 1
             if self._failures >= FAILURES:
                 self._failures = 0
-                running.process.kill()
-        elif operation in {"get", "put"} and max(result, default=-1) >= 0:
+                self.program.replace(running)
+        elif operation in {"get", "read", "put"} and max(result, default=-1) >= 0:
             self._failures = 0
 
     def close(self) -> None:

@@ -80,6 +80,12 @@ class Program:
         """Return the process that is ready; None while a new one starts."""
         return self._running
 
+    def replace(self, running: Running) -> None:
+        """Kill a process, which no call uses from now on. Another one is started."""
+        if self._running is running:
+            self._running = None
+        running.process.kill()
+
     def close(self) -> None:
         """End the process, which removes its segment from Mooncake."""
         self._closed.set()
@@ -140,8 +146,7 @@ class Program:
                 [sys.executable, "-m", "ec_store.mooncake.child", orjson.dumps(config)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(*sockets, *memories),
-                # Errors alone: the library logs each connection.
-                env={"MC_LOG_LEVEL": "ERROR", **os.environ},
+                env=_environment(options.protocol),
             )
         except OSError:
             for each in (control, *(pair[0] for pair in pairs)):
@@ -162,6 +167,16 @@ class Program:
         running.close()
         logger.warning("%s cannot start; its message is above", self._name)
         return None
+
+
+def _environment(protocol: str) -> dict[str, str]:
+    """Return the environment of a process; that of the server overrides its settings."""
+    settings = {"MC_LOG_LEVEL": "ERROR"}  # the library logs each connection
+    if protocol == "tcp":
+        # Otherwise the engine of transfers takes the RDMA devices that it finds, and each transfer
+        # has a connection of its own: 64 of them for a look-up of 64 entries.
+        settings |= {"MC_FORCE_TCP": "1", "MC_TCP_ENABLE_CONNECTION_POOL": "1"}
+    return settings | os.environ
 
 
 def _pair() -> tuple[socket.socket, socket.socket]:

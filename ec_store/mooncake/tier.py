@@ -103,7 +103,7 @@ class MooncakeTier:
     def _get(self, key: EntryKey) -> Entry | None:
         name = self._names.value(key)
         with self.client.lane() as lane:
-            [size] = lane.get([name], len(lane.memory))
+            size = lane.read(name)
             if size in MISSES:
                 return None
             if size < 0:
@@ -113,6 +113,8 @@ class MooncakeTier:
             except OtherFormat:
                 return None
             except CorruptEntry as error:
+                if not lane.exist([name])[0]:  # it was evicted during the read
+                    return None
                 self._count_corrupt(key.digest, error)
                 lane.remove([name, self._names.head(key.digest)])
                 return None

@@ -17,6 +17,7 @@ from unittest.mock import Mock
 
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
+from msgspec import structs
 
 from ec_store import Entry, EntryKey, concurrency
 from ec_store.__main__ import main
@@ -317,7 +318,7 @@ def test_bytes_that_are_corrupt_in_redis_reach_no_reader(
     assert b.store.lookup([key()]) == [None]
     assert b.counts.fetched == 0
     assert b.stats.memory.begun_bytes == 0
-    assert b.tier.counts["corrupt"] == 1
+    assert b.counts.found_corrupt == 1
     assert not in_redis(redis, key())
     assert_same(sized(MIB), a.store.get(key()))
 
@@ -397,6 +398,36 @@ def test_a_host_serves_while_redis_is_down_and_uses_it_when_it_is_back(
         wait_for(lambda: store.put(key(f"after {next(numbers)}"), entry()) and dbsize(own))
 
 
+@pytest.mark.parametrize(
+    ("call", "skipped"),
+    [("find", "skips_lookups"), ("get", "skips_reads"), ("put", "skips_writes")],
+)
+def test_the_numbers_of_a_tier_say_which_calls_skip_it(
+    redis: RedisServer,
+    start: Start,
+    monkeypatch: pytest.MonkeyPatch,
+    call: str,
+    skipped: str,
+) -> None:
+    host = start(limits=TierLimits(lookup_s=WAIT_S, skip_s=10 * WAIT_S))
+    monkeypatch.setattr(host.tier, call, Mock(side_effect=StoreUnavailable("it is away")))
+    with RedisStore.from_url(redis.url()) as other:
+        for number in range(concurrency.FAILURES):
+            assert host.counts.errors == number
+            assert not getattr(host.counts, skipped)
+            other.put(key(f"{number}"), entry())
+            if call == "put":
+                host.store.put(key(f"written {number}"), entry())
+            else:
+                host.store.lookup([key(f"{number}")])
+            host.until(errors=number + 1)
+
+    numbers = structs.asdict(host.counts)
+    assert [name for name, value in numbers.items() if name.startswith("skips_") and value] == [
+        skipped
+    ]
+
+
 @pytest.mark.fault(110)
 def test_a_slow_lookup_delays_its_connection_alone_and_only_until_its_deadline(
     start: Start,
@@ -430,7 +461,7 @@ def test_no_client_waits_for_look_ups_that_are_late_and_what_they_find_is_fetche
     assert b.store.lookup([key()]) == [None]
     b.tier.lookups.set()
 
-    b.until(fetched=1, errors=0, late=concurrency.FAILURES + 1)
+    b.until(fetched=1, errors=0, late=concurrency.FAILURES + 1, skips_waiting=1)
     assert_same(entry(), b.store.get(key()))
 
 

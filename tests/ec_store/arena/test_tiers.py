@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,26 @@ def test_a_second_write_writes_an_entry_to_the_directory(start: Start, tmp_path:
     host.store.put(key(), sized(MIB // 2))
 
     host.until("file", sent=1)
+
+
+@pytest.mark.parametrize(("name", "sent"), [("file", 1), ("redis", 2)])
+def test_encode_seconds_are_known_when_an_entry_comes_back(
+    start: Start, tmp_path: Path, redis: RedisServer, name: str, sent: int
+) -> None:
+    tier = shared(redis) if name == "redis" else Directory(tmp_path / "nvme")
+    host = start({name: tier}, size_bytes=MIB)
+    host.store.put(key(), replace(sized(MIB // 2), encode_s=2.0))
+    host.store.lease([key()], 0.001)
+    host.until(name, sent=1)
+    host.store.put(key("large"), sized(MIB - 8192))
+    host.until(name, sent=sent)  # it cannot be evicted while it is being sent
+
+    for _ in range(2):
+        assert_same(sized(MIB // 2), host.store.get(key()))
+    memory = host.store.stats().memory
+    assert host.tier(name).fetched == 1
+    assert memory is not None
+    assert memory.saved_s == 2.0
 
 
 def test_a_used_entry_counts_as_used_in_the_directory(start: Start, tmp_path: Path) -> None:

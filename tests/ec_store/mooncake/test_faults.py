@@ -12,7 +12,7 @@ import pytest
 
 from ec_store import EntryKey
 from ec_store.errors import StoreUnavailable
-from ec_store.mooncake.client import FAILURES, Status
+from ec_store.mooncake.client import FAILURES, Lane, Status
 from ec_store.mooncake.tier import MooncakeTier
 from ec_store.testing.stores import assert_same, entry, key, sized
 from tests.ec_store.mooncake.conftest import OpenTier
@@ -162,6 +162,26 @@ def test_a_client_that_ends_or_hangs_is_replaced_and_its_host_keeps_its_entries(
     assert tier.segment.starts == 1
 
 
+@pytest.mark.fault(162)
+def test_a_reply_after_its_deadline_is_not_that_of_the_next_call(
+    master: MooncakeMaster, open_tier: OpenTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = open_tier(master.url(f"{SEGMENT}&timeout=500ms&prefix=late"))
+    tier.put(key(), sized(100))
+    old = running(tier.client.program)
+    monkeypatch.setattr(old.process, "kill", Mock())  # it takes long
+    old.process.send_signal(signal.SIGSTOP)
+    with pytest.raises(StoreUnavailable):
+        tier.find([key().digest])
+    old.process.send_signal(signal.SIGCONT)
+
+    with pytest.raises(StoreUnavailable):
+        tier.get(key())
+    old.process.send_signal(signal.SIGKILL)
+    until(lambda: tier.client.program.starts == 2)
+    assert_same(sized(100), tier.get(key()))
+
+
 @pytest.mark.fault(143)
 def test_a_client_is_replaced_after_failed_transfers_in_a_row(
     own_master: MooncakeMaster, open_tier: OpenTier
@@ -235,6 +255,25 @@ def test_the_entry_of_another_key_is_a_miss(master: MooncakeMaster, open_tier: O
     assert tier.find([key("b").digest]) == [None]
     assert tier.get(key("b")) is None
     assert tier.counts.take_counts()["corrupt"] == 2
+
+
+@pytest.mark.fault(161)
+def test_a_value_that_is_evicted_during_its_read_is_a_miss_and_not_corrupt(
+    master: MooncakeMaster, open_tier: OpenTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = open_tier(master.url(f"{SEGMENT}&prefix=evicted"))
+    tier.put(key(), sized(100))
+    read = Lane.read
+
+    def overwritten(lane: Lane, name: str) -> int:
+        size = read(lane, name)
+        lane.memory[size - 1] ^= 1
+        lane.remove([name])
+        return size
+
+    monkeypatch.setattr(Lane, "read", overwritten)
+    assert tier.get(key()) is None
+    assert "corrupt" not in tier.counts.take_counts()
 
 
 @pytest.mark.fault(145)
