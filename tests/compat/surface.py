@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from importlib import import_module
 from importlib.metadata import entry_points
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -98,7 +99,7 @@ def type_text(annotation: Any) -> str:
     if is_choice(annotation):
         return "choice"
     text = inspect.formatannotation(annotation)
-    text = re.sub(r"typing\.Annotated\[(\w+), [^\]]*\]", r"\1", text)
+    text = re.sub(r"(?:typing\.)?Annotated\[(\w+), [^\]]*\]", r"\1", text)
     return re.sub(r"\b(?:[a-z_]\w*\.)+", "", text)
 
 
@@ -115,12 +116,16 @@ def flags() -> Iterator[Line]:
 
 
 def connector() -> Iterator[Line]:
-    """Yield the options of the connector. Its package needs vLLM."""
-    for node in ast.walk(parsed("ec_store/vllm_connector/config.py")):
-        match node:
-            case ast.AnnAssign(ast.Name(name), annotation, value):
-                default = f" = {ast.unparse(value)}" if value else ""
-                yield f"connector {name}", ast.unparse(annotation) + default
+    """Yield the options of the connector, of its module alone: its package needs vLLM."""
+    path = ROOT / "ec_store/vllm_connector/config.py"
+    spec = spec_from_file_location("connector_config", path)
+    assert spec is not None
+    assert spec.loader is not None
+    config = module_from_spec(spec)
+    spec.loader.exec_module(config)
+    for name, field in config.ConnectorConfig.model_fields.items():
+        default = "" if field.is_required() else f" = {field.default!r}"
+        yield f"connector {name}", type_text(field.annotation) + default
 
 
 def _flags(command: str, parser: argparse.ArgumentParser) -> Iterator[Line]:

@@ -18,6 +18,8 @@ from tests.support.fake_instance import REPLY, FakeInstance, decodes, encodes
 from tests.support.fleet import until
 from tests.support.redis_server import RedisServer
 
+pytestmark = pytest.mark.full
+
 Pair = tuple[Release, Release]
 KEY = ("epd.encoder_cache.identity", "content_key(Scope(), 'image', Inline('', b'YWJj'))")
 """Key that a release derives of a picture."""
