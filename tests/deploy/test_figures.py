@@ -1,4 +1,4 @@
-"""Dashboard and rules use only metrics that exist: a real Prometheus scrapes a real proxy."""
+"""What the queries of the dashboard, the rules and docs/metrics.md have in common."""
 
 import json
 from pathlib import Path
@@ -7,12 +7,9 @@ from typing import Any
 from tests.deploy.expressions import asked, queries
 from tests.deploy.tools import DASHBOARD, promtool, rules
 
-ADMIN = "0123456789abcdef0123456789abcdef"
-WITHIN_S = 60.0
 BOARD: dict[str, Any] = json.loads(DASHBOARD.read_text())
 METRICS = Path(__file__).parents[2] / "docs/metrics.md"
 EXPRESSIONS = [*(rule["expr"] for rule in rules()), *queries(BOARD)]
-OURS = ("epd_", "up")
 
 
 def documented() -> list[str]:
