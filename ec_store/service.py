@@ -226,8 +226,13 @@ async def _health(request: web.Request) -> web.Response:
 
 
 async def _metrics(request: web.Request) -> web.Response:
-    stats = _StatsCollector(await request.app[STORE].stats())
-    body = generate_latest(stats) + generate_latest(request.app[MAINTENANCE].registry)
+    """Return the metrics; without those of the store while it is unavailable.
+
+    Those of the maintenance show that it fails.
+    """
+    body = generate_latest(request.app[MAINTENANCE].registry)
+    with suppress(StoreUnavailable):
+        body = generate_latest(_StatsCollector(await request.app[STORE].stats())) + body
     return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 

@@ -35,6 +35,7 @@ TOGETHER = (
 
 LONGEST = (
     *TOGETHER,
+    "tests/deploy/test_scenario.py",
     "tests/faults/test_chaos.py",
     "tests/security/test_openapi.py",
     "tests/tools/bench/",

@@ -1,7 +1,6 @@
 """Service, asyncio calls and command line, with a real store."""
 
 import asyncio
-import json
 import os
 import re
 import shutil
@@ -19,8 +18,6 @@ from ec_store import EntryKey, StoreUnavailable, open_store, service
 from ec_store.aio import AsyncStore
 from ec_store.disk.store import SharedDiskStore
 from ec_store.service import create_app
-from tests.deploy.expressions import asked, queries
-from tests.deploy.tools import DASHBOARD, rules
 from tests.ec_store.arena.served import serving
 from tests.ec_store.entries import entry
 from tests.paths import ROOT
@@ -141,6 +138,24 @@ async def until_health(client: TestClient[Any, Any], status: int) -> Any:
 
 
 @pytest.mark.fault(90)
+async def test_metrics_show_failing_maintenance_while_the_store_cannot_be_read(
+    client: TestClient[Any, Any], tmp_path: Path
+) -> None:
+    await until_health(client, 200)
+    shutil.rmtree(tmp_path / "store")
+    (tmp_path / "store").write_text("no directory")
+    await until_health(client, 503)
+
+    async with client.get("/metrics") as reply:
+        page = await reply.text()
+    failures = re.search(r"^ec_store_maintenance_failures_total ([\d.]+)$", page, re.MULTILINE)
+    assert reply.status == 200
+    assert failures is not None
+    assert float(failures[1]) > 0
+    assert "ec_store_entries" not in page
+
+
+@pytest.mark.fault(90)
 async def test_health_fails_after_its_directory_was_removed(
     client: TestClient[Any, Any], tmp_path: Path
 ) -> None:
@@ -212,24 +227,6 @@ async def count_of(client: TestClient[Any, Any], histogram: str) -> float:
         metrics = await reply.text()
     [count] = re.findall(rf"^{histogram}_count (\S+)", metrics, re.MULTILINE)
     return float(count)
-
-
-async def test_dashboard_and_rules_ask_for_metrics_that_the_service_has(
-    client: TestClient[Any, Any], memory: TestClient[Any, Any]
-) -> None:
-    async with client.get("/metrics") as reply, memory.get("/metrics") as of_memory:
-        page = await reply.text() + await of_memory.text()
-    has = {re.split(r"[ {]", line)[0] for line in page.splitlines() if line[0] != "#"}
-    expressions = [
-        *(rule["expr"] for rule in rules()),
-        *queries(json.loads(DASHBOARD.read_text())),
-    ]
-    wanted = {
-        name for expr in expressions for name, _ in asked(expr) if name.startswith("ec_store_")
-    }
-
-    assert "ec_store_maintenance_last_success_timestamp_seconds" in wanted
-    assert wanted - has == set()
 
 
 async def test_every_metric_of_the_service_is_documented(
