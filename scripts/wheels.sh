@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds the wheels and sdists of both distributions into dist/, checks them, and tests what they install.
 #
-#   scripts/wheels.sh                                   # and tests the wheels alone and, if .venv has vLLM, beside it
+#   scripts/wheels.sh                                   # and tests the store alone, and both beside the vLLM of .venv
 #   scripts/wheels.sh python3.11 python3.12 python3.13  # and runs the quick tests, in a new environment of each Python
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -56,12 +56,13 @@ test_on() {
     echo "$("$1" --version): $((SECONDS - started)) s"
 }
 
-build "${1-python3}"
 if [ $# = 0 ]; then
-    python=.venv/bin/python
-    [ -x "$python" ] || { echo "scripts/setup.sh makes .venv, in which the tests run"; exit 1; }
-    exec "$python" -m pytest tests/packaging
+    ./scripts/setup.sh
+    build .venv/bin/python
+    .venv/bin/python -m pytest tests/packaging
+    exit
 fi
+build "$1"
 copy_tests
 for python; do
     test_on "$python"

@@ -29,8 +29,8 @@ class Environment:
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
 
     def install(self, *requirements: str | Path, dependencies: bool = True) -> None:
-        pip = [sys.executable, "-m", "pip", "--python", self.python, "--disable-pip-version-check"]
-        flags = ["--quiet", "--no-compile", *([] if dependencies else ["--no-deps"])]
+        pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", self.python)
+        flags = ("--quiet", "--no-compile", *(() if dependencies else ("--no-deps",)))
         subprocess.run([*pip, "install", *flags, *requirements], check=True)
 
     def add_packages_of_this_python(self) -> None:

@@ -45,7 +45,7 @@ def brought(name: str, extras: frozenset[str], found: dict[str, frozenset[str]])
         brought(one.name, frozenset(one.extras), found)
 
 
-def test_both_have_the_version_of_the_code() -> None:
+def test_distributions_have_the_version_of_the_code() -> None:
     assert version("ec-store") == version("epd-proxy") == ec_store.version.__version__
     assert epd.__version__ == ec_store.version.__version__
 
@@ -107,7 +107,7 @@ def test_each_command_and_entry_point_is_in_the_distribution_of_its_package() ->
     assert {point.name for point in entry_points(group="ec_store.backends")} >= {"file", "redis"}
 
 
-def test_both_have_the_license() -> None:
+def test_distributions_have_the_license() -> None:
     assert (ROOT / "LICENSE").exists()
     for name in ("ec-store", "epd-proxy"):
         text = distribution(name).read_text("licenses/LICENSE")

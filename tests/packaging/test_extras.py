@@ -1,4 +1,4 @@
-"""Parts of the store whose packages an environment may lack."""
+"""Parts of the store that need packages of an extra."""
 
 import sys
 from pathlib import Path
