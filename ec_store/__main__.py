@@ -5,7 +5,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -18,7 +17,9 @@ from ec_store.config import duration_s, octal, redacted, size_bytes, size_text
 from ec_store.disk.config import NAME, DiskConfig, StoreSettings
 from ec_store.disk.store import SharedDiskStore
 from ec_store.errors import StoreError, StoreMissing
+from ec_store.extras import importing
 from ec_store.opening import open_store
+from ec_store.version import __version__
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -71,7 +72,7 @@ def make_parser() -> argparse.ArgumentParser:
         description="Inspect and maintain an encoder store.",
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"ec-store {version('epd-proxy')}")
+    parser.add_argument("--version", action="version", version=f"ec-store {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
     def command(
@@ -255,8 +256,8 @@ def _configure(store: Store, args: argparse.Namespace) -> int:
 
 
 def _serve(store: Store, args: argparse.Namespace) -> int:
-    # Imported here: only this command needs aiohttp.
-    from ec_store.serve import serve  # noqa: PLC0415
+    with importing("serve"):
+        from ec_store.serve import serve  # noqa: PLC0415
 
     return serve(store, args)
 

@@ -71,7 +71,7 @@ def unusable_files(config: ProxyConfig) -> Iterator[str]:
     if config.media_fetch_trust_env:
         yield from _problems(forward_proxies)
     if config.kv_events and find_spec("zmq") is None:
-        yield "--kv-events needs pip install '.[kv-events]' in the checkout: there is no zmq"
+        yield "--kv-events needs pip install 'epd-proxy[kv-events]': there is no zmq"
     yield from _problems(lambda: read_keys(config), "--api-keys-file ")
 
 

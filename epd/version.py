@@ -1,3 +1,5 @@
-"""The version of the package; the build reads it too."""
+"""Version of the proxy, which is that of the store: they are released together."""
 
-__version__ = "0.1.0"
+from ec_store.version import __version__
+
+__all__ = ["__version__"]

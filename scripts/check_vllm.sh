@@ -3,6 +3,7 @@
 # .run/vllm-sources/VERSION and runs the contract tests against it, without engines.
 #
 #   scripts/check_vllm.sh 0.33.0           # unpack, and test
+#   scripts/check_vllm.sh newest           # the same with the newest release, which its output names
 #   scripts/check_vllm.sh --unpack 0.33.0  # only unpack; tests/vllm_sources reads every unpacked version
 #
 # tests/vllm_sources reads the sources. If .venv has vLLM's CPU build, tests/ec_store/vllm_connector and
@@ -13,7 +14,14 @@ cd "$(dirname "$0")/.."
 
 test=yes
 [ "${1-}" != --unpack ] || { test=; shift; }
-version=${1:?usage: scripts/check_vllm.sh [--unpack] VERSION, such as 0.33.0}
+version=${1:?usage: scripts/check_vllm.sh [--unpack] VERSION, such as 0.33.0, or newest}
+if [ "$version" = newest ]; then
+    # Releases without a wheel for this machine count too: the source is what is read.
+    version=$(.venv/bin/python -m pip index versions --disable-pip-version-check vllm |
+        sed -n '1s/^vllm (\(.*\))$/\1/p')
+    [ -n "$version" ] || { echo "pip found no release of vLLM" >&2; exit 1; }
+fi
+echo "vLLM $version"
 sources=.run/vllm-sources
 to=$sources/$version
 

@@ -7,7 +7,7 @@ set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 media=$root/examples/media
 PATH=$PATH:$root/.venv/bin
-command -v epd >/dev/null || { echo "epd is not installed: pip install '$root[vllm]'" >&2; exit 1; }
+command -v epd >/dev/null || { echo "epd is not installed: pip install '$root/ec_store' '$root[vllm]'" >&2; exit 1; }
 
 export MODEL=${MODEL:-Qwen/Qwen2.5-VL-3B-Instruct}
 export DEVICE_PLATFORM=${DEVICE_PLATFORM:-cuda}

@@ -35,8 +35,8 @@ make_venv() {
 
 # pip would compile one file after the other; `compile_all` takes all cores to it.
 install() {
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile --editable \
-        "$packages" "$@"
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile \
+        --editable ./ec_store --editable "$packages" "$@"
 }
 
 # As of pip, nothing is said of files that are templates, or of another Python.
@@ -103,7 +103,7 @@ install_programs() {
 }
 
 part=${1:-all}
-made_from=$(cat pyproject.toml scripts/setup.sh epd/tools/vllm_cpu/*.py | cksum)
+made_from=$(cat pyproject.toml ec_store/pyproject.toml ec_store/version.py hatch_build.py scripts/setup.sh epd/tools/vllm_cpu/*.py | cksum)
 found=$(cat "$stamp" 2>/dev/null || true)
 for present in "$part" all; do
     [ "$found" != "$made_from $present $here" ] || exit 0
@@ -127,6 +127,8 @@ if [ "$part" != demo ]; then
     install_programs &
     trap wait EXIT # after an error too: apt would still hold its lock in the next run
 fi
+# Before ec-store was a distribution of its own, this one had its command, and would remove it now.
+"$venv/bin/python" -m pip uninstall --quiet --yes epd-proxy 2>/dev/null
 # Some machines know where torch's CPU build is; elsewhere its own index has it.
 install || install --extra-index-url "$torch_cpu_index"
 echo "installed after $((SECONDS - started)) s; compiling"

@@ -382,7 +382,7 @@ def read_request(body: Any) -> AnyRequest:
     """Parse a request without its length. Raise BadMessage if it is none."""
     try:
         return _requests.decode(body)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadMessage(str(error)) from None
 
 
@@ -390,7 +390,7 @@ def read_reply(body: Any) -> Reply:
     """Parse a reply without its length. Raise BadMessage if it is none."""
     try:
         return _replies.decode(body)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadMessage(str(error)) from None
 
 

@@ -14,7 +14,7 @@ def _open(url: str, create: bool, lazy: bool) -> "MooncakeTier":  # noqa: ARG001
     if find_spec("mooncake") is None:
         raise ValueError(
             "a mooncake:// tier needs Mooncake's library in the environment of this server, and of "
-            "no engine: pip install 'epd-proxy[mooncake]'"
+            "no engine: pip install 'ec-store[mooncake]'"
         )
     from ec_store.mooncake.tier import MooncakeTier  # noqa: PLC0415
 

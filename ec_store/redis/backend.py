@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from ec_store.backends import Backend
+from ec_store.extras import importing
 from ec_store.redis.url import PERMITS, redis_options
 
 if TYPE_CHECKING:
@@ -10,7 +11,8 @@ if TYPE_CHECKING:
 
 
 def _open(url: str, create: bool, lazy: bool) -> "RedisStore":  # noqa: ARG001 - at its first use
-    from ec_store.redis.store import RedisStore  # noqa: PLC0415
+    with importing("redis"):
+        from ec_store.redis.store import RedisStore  # noqa: PLC0415
 
     return RedisStore(redis_options(url))
 

@@ -153,7 +153,9 @@ class Connection(asyncio.Protocol):
             self.reusable = False
             return
         self._check_open()
-        self._transport.writelines(batch)
+        # Not `writelines`: asyncio's never pauses writing before Python 3.12.9 and 3.13.2.
+        for part in batch:
+            self._transport.write(part)
 
     def _check_open(self) -> None:
         """Raise `Broken` before a write if the connection has ended.

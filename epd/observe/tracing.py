@@ -25,7 +25,7 @@ def check_tracing(config: ServingSettings) -> None:
         from epd.observe.otel import protocol  # noqa: PLC0415 - optional, and slow to import
     except ImportError as error:
         raise TracesUnavailable(
-            f"--otlp-traces-endpoint needs pip install '.[otel]' in the checkout: {error}"
+            f"--otlp-traces-endpoint needs pip install 'epd-proxy[otel]': {error}"
         ) from error
     try:
         protocol()

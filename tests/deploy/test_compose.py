@@ -103,7 +103,7 @@ def test_the_memory_has_one_socket_for_all_and_a_limit_above_its_size() -> None:
     assert served.mode == 0o660
     assert limit >= served.max_bytes * 1.01 + 256 * 2**20 + 150_000 * 2**10
     assert STORE["memswap_limit"] == STORE["mem_limit"]
-    assert (STORE["image"], STORE["entrypoint"]) == (SERVICES["proxy"]["image"], ["ec-store"])
+    assert STORE["build"]["target"] == "store"
     assert f":{args.port}/health" in STORE["healthcheck"]["test"][-1]
 
 
@@ -184,12 +184,43 @@ def test_ports_are_bound_to_loopback_by_default() -> None:
     assert [port for port in ports if not loopback.match(port)] == []
 
 
+def stages(dockerfile: str) -> dict[str, str]:
+    """Return the instructions of each stage, by its name; the last is also the default, ""."""
+    instructions = re.sub(r"^#.*$", "", dockerfile, flags=re.MULTILINE)
+    [_, *parts] = re.split(r"^FROM ", instructions, flags=re.MULTILINE)
+    named = {part.split("\n")[0].rpartition(" AS ")[2]: part for part in parts}
+    return {**named, "": parts[-1]}
+
+
 @pytest.mark.security("S23")
-def test_the_image_of_the_proxy_runs_as_an_unprivileged_user() -> None:
+def test_the_images_of_the_proxy_and_the_store_run_as_an_unprivileged_user() -> None:
     [user] = re.findall(r"^USER (\d+):\d+$", DOCKERFILE, re.MULTILINE)
+    found = stages(DOCKERFILE)
 
     assert int(user) >= 10000
-    assert "vllm" not in re.sub(r"^#.*$", "", DOCKERFILE, flags=re.MULTILINE)
+    assert "USER" in found["runtime"]
+    assert found["store"].startswith("runtime ")
+    assert found["proxy"].startswith("runtime ")
+    assert found[""] == found["proxy"]
+    assert "vllm" not in "".join(found.values())
+
+
+def test_images_install_the_distribution_that_they_need_and_no_other() -> None:
+    """A wheel is named by its file: a name alone would be looked up in an index."""
+    found = stages(DOCKERFILE)
+    engine = stages((DEPLOY / "engine.Dockerfile").read_text())
+    packages = {
+        stage: re.findall(r"\b(ec_store|epd_proxy)-\*\.whl", text)
+        for stage, text in found.items()
+        if "pip install" in text
+    }
+
+    assert packages == {"store-packages": ["ec_store"], "proxy-packages": ["epd_proxy"]}
+    assert found["proxy-packages"].startswith("store-packages ")
+    assert "COPY --from=store-packages" in found["store"]
+    assert "COPY --from=proxy-packages" in found["proxy"]
+    assert re.findall(r"\b\w+-\*\.whl", engine[""]) == ["ec_store-*.whl"]
+    assert "COPY ec_store /src" in engine["wheel"]
 
 
 @pytest.mark.parametrize("name", ["Dockerfile", "engine.Dockerfile"])
@@ -203,8 +234,8 @@ def test_an_image_is_made_of_files_that_are_sent_to_the_builder(name: str) -> No
         for file in line.split()[:-1]
     }
 
-    assert copied == allowed
-    assert all((DEPLOY.parent / file).exists() for file in copied)
+    assert copied in ({"."}, allowed)
+    assert all((DEPLOY.parent / file).exists() for file in allowed)
 
 
 async def health_check(url: str) -> int | None:

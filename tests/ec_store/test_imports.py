@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+import ec_store
+
+PACKAGE = Path(ec_store.__file__).parent
 SERVER = {"ec_store.serve", "ec_store.service"}
 NO_AIOHTTP = "import sys\nsys.modules['aiohttp'] = None\n"
 NOT_FROM_THE_STORE = """
@@ -22,7 +24,8 @@ builtins.__import__ = checked
 
 
 def modules() -> list[str]:
-    files = [path.relative_to(ROOT).with_suffix("") for path in (ROOT / "ec_store").rglob("*.py")]
+    paths = PACKAGE.rglob("*.py")
+    files = [path.relative_to(PACKAGE.parent).with_suffix("") for path in paths]
     return [".".join(file.parts) for file in files if file.name != "__init__"]
 
 

@@ -290,7 +290,7 @@ def test_a_missing_library_is_an_error_at_the_start(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr("epd.check.find_spec", lambda _: None)
     [said] = unusable_files(config(**CONTENT))
-    assert "pip install '.[kv-events]'" in said
+    assert "pip install 'epd-proxy[kv-events]'" in said
     assert [*unusable_files(config(decode_balance="content"))] == []
 
 

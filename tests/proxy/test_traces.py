@@ -526,7 +526,7 @@ def test_an_endpoint_without_the_extra_ends_in_one_line() -> None:
     )
 
     assert ended.returncode == 2
-    assert "--otlp-traces-endpoint needs pip install '.[otel]'" in ended.stderr
+    assert "--otlp-traces-endpoint needs pip install 'epd-proxy[otel]'" in ended.stderr
     assert ended.stderr.count("\n") == 1
 
 

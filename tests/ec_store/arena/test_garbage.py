@@ -10,9 +10,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from ec_store.arena.protocol import (
+    LENGTH_BYTES,
     MAX_REPLY_BYTES,
     VERSION,
     AnyRequest,
+    BadMessage,
     Begin,
     Begun,
     ClaimKeys,
@@ -32,6 +34,7 @@ from ec_store.arena.protocol import (
     Welcome,
     encode,
     read_reply,
+    read_request,
 )
 from ec_store.arena.store import ArenaStore
 from ec_store.testing.stores import assert_same, key, sized
@@ -151,3 +154,11 @@ def test_half_a_message_ends_with_its_connection(
             connection.sendall(message[:size])
         store._ask(Forget(session))  # noqa: SLF001
     until(path, clients=2, begun_bytes=0, gone_bytes=0)
+
+
+def test_text_that_is_no_utf8_is_no_request() -> None:
+    body = encode(Hello(version=VERSION, role="reader", key="secret"))[LENGTH_BYTES:]
+    assert read_request(body) == Hello(version=VERSION, role="reader", key="secret")
+
+    with pytest.raises(BadMessage, match="utf-8"):
+        read_request(body.replace(b"secret", b"secre\xc1"))

@@ -223,7 +223,7 @@ def test_one_changed_tensor_of_a_pickled_checkpoint_is_noticed(
     tmp_path: Path, reads: list[int]
 ) -> None:
     """The tensor lies between two samples; its checksum is in the archive's directory."""
-    import torch  # noqa: PLC0415 - takes seconds, and may be missing
+    torch = pytest.importorskip("torch")  # takes seconds
 
     def written(fill: float) -> Any:
         tensors = {f"visual.{n}": torch.zeros(1000) for n in range(2000)}

