@@ -139,7 +139,9 @@ def test_up_serves_until_it_is_stopped_and_leaves_nothing(
     assert ready == f"ready: {up.url}\n"
     assert f"store: shm://{up.sockets}/arena.sock?max_bytes=64MiB\n" in up.said
     assert f"curl {up.url}/v1/chat/completions" in said
-    assert f" {up.url}/ui or run `epd top --url {up.url}`." in said
+    for looks in (f"{up.url}/ui", f"epd top --url {up.url}", f"epd doctor --url {up.url}"):
+        assert f" {looks}\n" in said
+    assert re.search(r"ec-store stat (file|shm):///\S+\n", said)
     assert said.endswith("All servers are stopped.\n")
     assert process.returncode == 0
     assert left(up.mark, 0) == {}
