@@ -63,6 +63,8 @@ WITH_CAUSES = 120
 """Minimum width of a frame with the causes of states, in columns."""
 CAUSE = 26
 """Width of a cause, in columns."""
+SPARK = 20
+"""Maximum width of the graph of requests, with a second in each column."""
 BUSY = 4
 """Minimum upper end of the scale for running requests."""
 
@@ -86,7 +88,7 @@ def frame(
     if state is None:
         return Text(strip_control(failure) or "waiting", "red" if failure else "")
     stages = [stage for stage in state["stages"] if stage["count"]]
-    head = [*_head(state, failure)]
+    head = [*_head(state, width, failure)]
     for line in head:
         line.truncate(width, overflow="ellipsis")
     room = _room(state, len(stages), None if height is None else height - len(head))
@@ -108,29 +110,31 @@ def _room(state: UiState, stages: int, left: int | None) -> Room:
     return shown._replace(notices=some, requests=left - some)
 
 
-def _head(state: UiState, failure: str) -> Iterable[Text]:
+def _head(state: UiState, width: int, failure: str) -> Iterable[Text]:
     yield Text.assemble(
         ("EPD proxy ", "bold"),
         f"{state['version']}  {state['topology']}  {plural(state['workers'], 'worker')}  ",
-        (f"no answer: {strip_control(failure)}", "red")
-        if failure
-        else (clock(state["now"]), "dim"),
+        ("no answer", "red") if failure else (clock(state["now"]), "dim"),
     )
+    if failure:
+        yield Text(strip_control(failure), "red")
     for parts in state["summary"]:
         yield Text.assemble(
             *((strip_control(part), "bold" if at % 2 else "") for at, part in enumerate(parts))
         )
     totals, minute = state["totals"], state["minute"]
     failed, rejected = minute["failed"], minute["rejected"]
-    yield Text.assemble(
-        (f"{rate_text(state['per_s'])}/s ", "bold"),
-        (spark([second["requests"] for second in state["seconds"][-20:]]), "cyan"),
-        f"  {totals['in_flight']} in flight  {totals['queued']} queued  ",
+    rate = Text(f"{rate_text(state['per_s'])}/s ", "bold")
+    counts = Text.assemble(
+        f"  {totals['in_flight']} under way  {totals['queued']} waiting  ",
         (f"{failed} failed", "bold red" if failed else "dim"),
         ", ",
         (f"{rejected} rejected", "yellow" if rejected else "dim"),
-        " in the last minute",
+        " in 60 s",
     )
+    cells = max(1, min(SPARK, width - len(rate) - len(counts)))
+    requests = [second["requests"] for second in state["seconds"][-cells:]]
+    yield Text.assemble(rate, (spark(requests), "cyan"), counts)
 
 
 def _instances(
