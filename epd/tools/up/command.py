@@ -318,7 +318,7 @@ def _serve(fleet: Fleet, example: str) -> None:
     with fleet:
         try:
             print(f"\nready: {fleet.url}\n\n  {example}\n")
-            print("\n".join(_looks(fleet)))
+            print("\n".join(looks(fleet)))
             print("Ctrl-C stops all servers.")
             fleet.watch()
         except KeyboardInterrupt:
@@ -327,7 +327,7 @@ def _serve(fleet: Fleet, example: str) -> None:
     print("All servers are stopped.")
 
 
-def _looks(fleet: Fleet) -> Iterator[str]:
+def looks(fleet: Fleet) -> Iterator[str]:
     """Yield a line for each way to look at a running fleet."""
     yield f"  {'the page':15} {fleet.url}/ui"
     yield f"  {'in a terminal':15} epd top --url {fleet.url}"
