@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -147,7 +148,14 @@ def _add_settings(configure: argparse.ArgumentParser) -> None:
         ("--ttl", duration_s, "TIME", "time after which an unused entry expires, such as 7d"),
         ("--dir-mode", octal, "MODE", "permissions of new folders, such as 2770, and files"),
     ):
-        configure.add_argument(flag, type=parse, metavar=metavar, help=text)
+        configure.add_argument(flag, type=partial(_parsed, parse), metavar=metavar, help=text)
+
+
+def _parsed(parse: Callable[[str], Any], text: str) -> Any:
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _stat(store: Store, args: argparse.Namespace) -> int:

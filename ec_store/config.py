@@ -7,6 +7,7 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+UNITS |= {unit[:-1]: UNITS[unit] for unit in ("kib", "mib", "gib", "tib")}  # of Kubernetes
 UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 SIZES = ("B", "KiB", "MiB", "GiB", "TiB")
 STEP = 1024
@@ -35,7 +36,7 @@ def parameters(url: str, known: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def size_bytes(text: str) -> int:
-    """Parse a size such as `64GiB` or `500MB` into bytes."""
+    """Parse a size such as `64GiB`, `64Gi` or `500MB` into bytes."""
     return int(_quantity(text, UNITS, "a size such as 64GiB"))
 
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import openai
 
 from ec_store import open_store
-from epd.tools.up.command import DISC
+from epd.tools.up.command import DISC, looks
 from epd.tools.up.process import ProcessDied
 from epd.tools.up.signals import leave_contexts_on_signals
 from epd.tools.up.topology import Topology
@@ -169,10 +169,12 @@ def keep(stack: Stack) -> None:
     parts = [image, {"type": "text", "text": QUESTION}]
     messages = [{"role": "user", "content": parts}]
     body = json.dumps({"model": MODEL, "messages": messages, "max_tokens": 24})
-    print(f"\nThe stack stays up until Ctrl-C. Try:\n\n  curl {stack.url}/health\n")
+    print("\nThe stack stays up until Ctrl-C. Send this twice, and see `x-epd-items`:\n")
     print(
-        f"  curl {stack.url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n"
+        f"  curl -i {stack.url}/v1/chat/completions -H 'Content-Type: application/json' "
+        f"-d '{body}'\n"
     )
+    print("\n".join(looks(stack)))
     with suppress(KeyboardInterrupt):
         stack.watch()
 

@@ -114,7 +114,7 @@ class RedisClient:
             else:
                 failures += 1
             if moves > MOST_MOVES or failures > 1 or not _is_retryable(problem):
-                raise _translated(problem) from None
+                raise _translated(problem, self._only_address) from None
 
     def each_master(self, command: Command) -> list[tuple[Node, Reply]]:
         """Return each master with its reply to a command without a key."""
@@ -157,6 +157,11 @@ class RedisClient:
         self._closed = True
         for node in list(self._nodes.values()):
             node.close()
+
+    @property
+    def _only_address(self) -> Address | None:
+        """Address of the server; None for a cluster."""
+        return None if self._options.cluster else self._options.addresses[0]
 
     def _deadline_s(self) -> float:
         bound = self._bound.deadline_s

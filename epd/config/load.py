@@ -1,20 +1,18 @@
 """Loading of the configuration from flags, the environment, a file and defaults, in this order.
 
-The configuration in force can be written as YAML, without secrets.
+For a running proxy, its own settings take the place of the file.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import orjson
 from pydantic import ValidationError
 
-from ec_store.config import redacted
 from epd.config.fields import flag_of
-from epd.config.flags import FIELDS, GROUPS, SECRETS, name_of
+from epd.config.flags import FIELDS, SECRETS, name_of
 from epd.config.proxy_config import ConfigInvalid, ProxyConfig
 from epd.config.sources import Setting, from_environment, unknown_variables
 from epd.config.yaml_file import read_yaml
@@ -22,6 +20,9 @@ from epd.config.yaml_file import read_yaml
 MAX_SECRET_BYTES = 64 * 1024
 NO_TEXT = re.compile(r"[\ud800-\udfff]")
 """Characters that Python decodes from invalid UTF-8 in flags and in the environment."""
+
+HIDDEN = 16 * "*"
+"""Value of a secret that a running proxy does not show."""
 
 Layer = Mapping[str, Setting]
 """Settings of one source, by the names of `FIELDS`."""
@@ -54,14 +55,44 @@ def load(flags: Mapping[str, Any]) -> Loaded:
         ConfigInvalid: settings are invalid; the error lists all of them.
     """
     reasons: list[str] = []
-    layers: list[Layer] = [
-        {
-            name: Setting(value, "flag", flag_of(name), flag_of(name))
-            for name, value in flags.items()
-        },
-        from_environment(),
-    ]
+    layers = [_flags(flags), from_environment()]
     layers.append(_file(layers, reasons))
+    return Loaded(*_config(layers, reasons), tuple(unknown_variables()))
+
+
+def load_running(
+    flags: Mapping[str, Any], url: str, shown: Mapping[str, Any], hidden: Collection[str]
+) -> Loaded:
+    """Return the configuration of a running proxy, with these flags in place of its own.
+
+    Hidden settings come from the environment too; without a variable, a secret is asterisks.
+
+    Args:
+        flags: given flags, by the names of `FIELDS`.
+        url: URL of the proxy.
+        shown: its settings, as `public_settings` returns them.
+        hidden: names of those with a secret or a password.
+
+    Raises:
+        ConfigInvalid: settings are invalid here; the error lists all of them.
+    """
+    values = {**shown, **{name: HIDDEN for name in hidden if name in SECRETS}}
+    proxy = {name: Setting(value, "proxy", url, flag_of(name)) for name, value in values.items()}
+    own = {
+        name: setting
+        for name, setting in from_environment().items()
+        if name.removesuffix("_file") in hidden
+    }
+    return Loaded(*_config([_flags(flags), own, proxy], []))
+
+
+def _flags(flags: Mapping[str, Any]) -> Layer:
+    return {
+        name: Setting(value, "flag", flag_of(name), flag_of(name)) for name, value in flags.items()
+    }
+
+
+def _config(layers: Sequence[Layer], reasons: list[str]) -> tuple[ProxyConfig, Layer]:
     settings = _texts(_first(layers, reasons), reasons)
     values = {
         name: setting.value
@@ -75,7 +106,7 @@ def load(flags: Mapping[str, Any]) -> Loaded:
         reasons += _error_lines(invalid, settings, complete=not reasons)
     if reasons:
         raise ConfigInvalid(reasons)
-    return Loaded(config, settings, tuple(unknown_variables()))
+    return config, settings
 
 
 def _file(layers: Iterable[Layer], reasons: list[str]) -> Layer:
@@ -154,24 +185,3 @@ def _error_lines(invalid: ValidationError, settings: Layer, *, complete: bool) -
         label = setting.label if setting else name_of(name) if name else ""
         lines += [f"{label} {line}".lstrip() for line in message.splitlines()]
     return lines
-
-
-def as_yaml(loaded: Loaded) -> str:
-    """Return a file for `--config` with the same settings; secrets and passwords are comments."""
-    values = loaded.config.model_dump(mode="json")  # secrets as asterisks
-    return "\n".join(
-        f"# {title}\n{''.join(_lines(section.model_fields, values, loaded.settings))}"
-        for title, section in GROUPS.items()
-    )
-
-
-def _lines(names: Iterable[str], values: Mapping[str, Any], settings: Layer) -> Iterator[str]:
-    for name in names:
-        setting = settings.get(name)
-        if name == "config" or (name in SECRETS and setting is None):
-            continue
-        value = values.get(name, setting and setting.value)
-        shown = redacted(value) if isinstance(value, str) and "://" in value else value
-        hidden = "# " if name in SECRETS or shown != value else ""
-        origin = "default" if setting is None else f"{setting.source} {setting.where}"
-        yield f"{hidden}{name}: {orjson.dumps(shown).decode()}  # {origin}\n"

@@ -21,7 +21,7 @@ SERVICE_LINK = re.compile(
 SERVICE_ADDRESS = re.compile(r"(tcp|udp|sctp)://")
 """Prefix of the value of `EPD_PORT` if Kubernetes has set it for a Service named `epd`."""
 
-Source = Literal["flag", "environment", "file"]
+Source = Literal["flag", "environment", "file", "proxy"]
 
 
 @dataclass(frozen=True, slots=True)

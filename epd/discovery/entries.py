@@ -136,8 +136,18 @@ def read_json(raw: bytes) -> tuple[Instance, ...]:
 
 def write_json(instances: Iterable[Instance]) -> bytes:
     """Return instances as JSON for `read_json`."""
-    document = {"version": VERSION, "instances": [_row(instance) for instance in instances]}
+    document = {"version": VERSION, "instances": rows(instances)}
     return orjson.dumps(document, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+
+
+def rows(instances: Iterable[Instance]) -> list[dict[str, Any]]:
+    """Return instances as a JSON list for `read_rows`."""
+    return [_row(instance) for instance in instances]
+
+
+def read_rows(listed: list[dict[str, Any]]) -> tuple[Instance, ...]:
+    """Parse the output of `rows`; raise `EntriesInvalid` for anything else."""
+    return _read({"instances": listed})
 
 
 def _row(instance: Instance) -> dict[str, Any]:

@@ -426,6 +426,7 @@ ROUTES = (
     (Access.TENANT, _get("/version", operator_routes.version)),
     (Access.ADMIN, _get("/metrics", operator_routes.metrics)),
     (Access.ADMIN, _get("/ui/state", page_routes.page_state)),
+    (Access.ADMIN, _get("/settings", operator_routes.settings)),
     (Access.ADMIN, _post("/start_profile", operator_routes.start_profile)),
     (Access.ADMIN, _post("/stop_profile", operator_routes.stop_profile)),
 )

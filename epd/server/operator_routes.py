@@ -6,13 +6,17 @@ from aiohttp import web
 from typing_extensions import TypedDict
 
 from epd.api.body import JSON, check_json_type, parse_json
+from epd.config.shown import PublicSettings, public_settings
+from epd.discovery.entries import rows
 from epd.edge.drain import DRAIN
 from epd.errors import NoInstance, Overloaded
 from epd.observe.metrics import MetricsObserver
 from epd.routing.instances import ANSWERING
+from epd.routing.registry import InstanceSource
 from epd.server.admin import ADMIN, ProfilePage
 from epd.server.app_keys import TABLE, VISIT
 from epd.server.health import HEALTH, HealthPage
+from epd.server.instance_routes import REGISTRY
 from epd.server.intake import read
 from epd.server.key_judge import check_key
 from epd.server.responses import JsonResponse, as_json, response_headers
@@ -37,6 +41,22 @@ async def version(request: web.Request) -> JsonResponse[Version]:
     """Return the proxy's version."""
     await check_key(request)
     return as_json(Version(version=__version__), request[VISIT].record)
+
+
+async def settings(request: web.Request) -> JsonResponse[PublicSettings]:
+    """Return the settings in force, without secrets, and the instances.
+
+    `epd check --url` and `epd doctor --url` read them.
+    """
+    visit = request[VISIT]
+    shown, hidden = public_settings(visit.config)
+    named = (
+        instance
+        for instance, sources, _ in request.app[REGISTRY].members
+        if set(sources) != {InstanceSource.DNS}
+    )
+    page = PublicSettings(version=__version__, settings=shown, hidden=hidden, instances=rows(named))
+    return as_json(page, visit.record)
 
 
 class Readiness(TypedDict):

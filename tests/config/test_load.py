@@ -14,7 +14,8 @@ from pydantic import ValidationError
 from epd.config import ConfigInvalid, ProxyConfig
 from epd.config.fields import flag_of
 from epd.config.flags import FIELDS, SECRETS, add_flags, metavar_of
-from epd.config.load import Loaded, as_yaml, load
+from epd.config.load import Loaded, load
+from epd.config.shown import as_yaml
 from epd.parser import Parser
 from epd.routing.instances import Role
 

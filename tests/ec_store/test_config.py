@@ -6,7 +6,7 @@ from ec_store.config import duration_s, parameters, redacted, size_bytes
 
 
 def test_quantities_of_urls() -> None:
-    assert size_bytes("64GiB") == 64 * 2**30
+    assert size_bytes("64GiB") == size_bytes("64Gi") == 64 * 2**30
     assert size_bytes("1.5 mb") == 1_500_000
     assert duration_s("7d") == 7 * 86400
     assert duration_s("20ms") == 0.02

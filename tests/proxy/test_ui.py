@@ -402,7 +402,7 @@ async def test_top_prints_one_frame_without_a_terminal(launch: Launch, flags: li
     ("flags", "message"),
     [
         (["--url", "localhost:8000"], "is not an http(s) URL"),
-        (["--url", "http://127.0.0.1:1", "--once"], "does not answer: [Errno 111]"),
+        (["--url", "http://127.0.0.1:1", "--once"], "does not answer: Connection refused. Is the"),
     ],
 )
 def test_top_reports_an_error_in_one_line(flags: list[str], message: str) -> None:

@@ -23,7 +23,10 @@ ON_BEHALF = (
     *("X-Envoy-External-Address", "CF-Connecting-IP", "True-Client-IP", "X-Client-IP"),
 )
 
-ADMIN_ROUTES = [("GET", "/metrics"), ("POST", "/start_profile"), ("POST", "/stop_profile")]
+ADMIN_ROUTES = [
+    *(("GET", path) for path in ("/metrics", "/settings", "/ui/state")),
+    *(("POST", path) for path in ("/start_profile", "/stop_profile")),
+]
 
 ENGINE_ROUTES = [
     *("/invocations", "/collective_rpc", "/update_weights", "/sleep", "/wake_up", "/is_sleeping"),

@@ -84,7 +84,7 @@ class TenancySettings(Section):
     key_secret: KeySecret = None
     """secret for store keys and cache salts, in addition to the tenant's name"""
     admin_api_key: AdminKey = None
-    """key for /metrics, /ui/state, /start_profile and /stop_profile; without it, they
+    """key for /metrics, /settings, /ui/state, /start_profile and /stop_profile; without it, they
     answer only if --host is a loopback address, or the proxy's own user on --uds"""
     trusted_tenants: TenantNames = ()
     """tenants, comma-separated, that may set a request's priority and get the load of the decode

@@ -126,12 +126,12 @@ def _measure(  # noqa: PLR0913 - the command's flags
             out.write_bytes(result_document(runs, started_at, sys.argv[1:]))
 
     write()  # fail before the measurement if the file is not writable
+    models = [targets.find_model(target, model) for target in url]
+    if tokenizer:
+        models = [found._replace(tokenizer=tokenizer) for found in models]
     with TemporaryDirectory(prefix="epd-bench-") as folder:
         datasets = [write_dataset(Path(folder), name, num_prompts, seed) for name in names]
-        for target in url:
-            served = targets.find_model(target, model)
-            if tokenizer:
-                served = served._replace(tokenizer=tokenizer)
+        for target, served in zip(url, models, strict=True):
             for number in range(warmups):
                 targets.warm_target(target, served, jpeg(rng(seed, "warm-up", number)))
             for chosen in datasets:

@@ -189,7 +189,7 @@ HOST: Sequence[Check[HostFacts]] = (
         and f"the proxy closes idle client connections after {host.config.keep_alive_s:g} s",
         "set --keep-alive-s above the idle timeout of the load balancer, often 60 s"),
     Check(WARN, "access", lambda host: host.config.admin_api_key is None and not _is_private(host)
-        and "no admin key: /metrics, /ui/state and profiling answer "
+        and "no admin key: the operator's routes, such as /metrics, answer "
         + ("only the proxy's own user" if host.config.uds else "403"),
         "set EPD_ADMIN_API_KEY, or let --host be a loopback address"),
     Check(WARN, "access",

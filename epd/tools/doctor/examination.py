@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from epd.config import ProxyConfig
 from epd.http.pool import Pool
 from epd.http.tls import upstream_context
+from epd.routing.instances import Instance
 from epd.tools.doctor import checks, facts
 from epd.tools.doctor.checks import judge, judge_trials
 from epd.tools.doctor.facts import InstanceFacts
@@ -26,19 +27,31 @@ UNTRIED = (
 
 
 async def examine(
-    config: ProxyConfig, *, requests: bool, limits: Limits | None = None
+    config: ProxyConfig,
+    instances: Sequence[Instance] | None = None,
+    *,
+    requests: bool,
+    limits: Limits | None = None,
 ) -> list[Finding]:
-    """Return all findings; with `requests`, send the instances small ones of one output token."""
+    """Return all findings.
+
+    Args:
+        config: configuration of the proxy.
+        instances: instances of the running proxy, from all sources but DNS; None: they are read
+            from their sources.
+        requests: whether to send the instances small requests of one output token.
+        limits: limits of the trial requests.
+    """
     limits = limits or Limits()
-    sources = await read_sources(config)
+    sources = await read_sources(config, instances)
     pool = Pool(upstream_context(config.upstream_ca_file), keep_alive_s=KEEP_ALIVE_S)
     pool.verify_as(sources.names)
     upstream = Upstream(pool)
     try:
-        instances = await asyncio.gather(
+        engines = await asyncio.gather(
             *(read_instance(instance, upstream, config) for instance in sources.instances)
         )
-        usable: Sequence[InstanceFacts] = [engine for engine in instances if not engine.problem]
+        usable: Sequence[InstanceFacts] = [engine for engine in engines if not engine.problem]
         if config.kv_events:
             await _try_subscriptions(config, usable)
         model = next((model.name for engine in usable for model in engine.models), "")
@@ -56,7 +69,7 @@ async def examine(
             for engine in usable:
                 if engine.trials.pop(facts.CONSUME, None) is not None:
                     findings.append(Finding(WARN, engine.name, *UNTRIED))
-    for engine in instances:
+    for engine in engines:
         findings += [*judge(checks.INSTANCE, engine, engine.name), *judge_trials(engine)]
     findings += judge(checks.FLEET, usable)
     return by_severity([*findings, *map(judge_pair, trials.pairs)])

@@ -33,8 +33,8 @@ class Sources:
     findings: Sequence[Finding]
 
 
-async def read_sources(config: ProxyConfig) -> Sources:
-    """Read every source of instances once."""
+async def read_sources(config: ProxyConfig, known: Sequence[Instance] | None = None) -> Sources:
+    """Read every source of instances once; `known` has those of all sources but DNS."""
     findings: list[Finding] = []
     names: dict[str, str] = {}
     transfer = load_kv_transfer(config.kv_transfer)
@@ -52,8 +52,10 @@ async def read_sources(config: ProxyConfig) -> Sources:
     registry = Registry(
         InstanceTable(), config.instances, fits=transfer.accepts_instance, on_change=report_change
     )
-    registry.replace(InstanceSource.FILE, _in_file(config, findings))
-    registry.replace(InstanceSource.API, await _registered(config, findings))
+    if known is None:
+        registry.replace(InstanceSource.FILE, _in_file(config, findings))
+        known = await _registered(config, findings)
+    registry.replace(InstanceSource.API, known)
     registry.replace(
         InstanceSource.DNS, [instance async for instance in _by_name(config, names, findings)]
     )

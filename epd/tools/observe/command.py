@@ -62,7 +62,7 @@ def add_parser(commands: Commands) -> None:
         "observe",
         help="count in front of vLLM servers what an encoder cache would bring",
         description="Relay requests to vLLM servers unchanged, and count which media come again. "
-        "The report at the end, and at /observe, /observe.md and /observe.json, says what a store "
+        "The report at the end, and at /observe and /observe.json, says what a store "
         "of each size would have answered, and whether it pays. The servers need no connector. "
         "Nothing of a prompt or of media is kept. EPD_ADMIN_API_KEY or ADMIN_API_KEY is the key "
         "for the report; without one, only this machine gets it, at a --host that is a loopback "

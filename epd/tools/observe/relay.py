@@ -17,13 +17,7 @@ from yarl import URL
 from epd.edge.access import check_admin, is_loopback
 from epd.errors import BadRequest, ProxyError, UpstreamUnreachable
 from epd.tools.observe.counting import Counter, Observed
-from epd.tools.observe.report import (
-    ObserveReport,
-    Relayed,
-    as_markdown,
-    as_page,
-    make_report,
-)
+from epd.tools.observe.report import ObserveReport, Relayed, as_markdown, make_report
 
 HOP_BY_HOP = frozenset(
     name.lower()
@@ -48,7 +42,7 @@ ADDED = (hdrs.CONTENT_TYPE, hdrs.DATE, hdrs.SERVER)
 ANSWER_BYTES = 2048
 """Bytes at the end of an answer that have its usage."""
 
-OWN = frozenset({"/observe", "/observe.md", "/observe.json"})
+OWN = frozenset({"/observe", "/observe.json"})
 """Paths that the relay answers itself. vLLM has none of them."""
 
 
@@ -101,8 +95,6 @@ class Relay:
         server = self.servers[index]
         server.in_progress += 1
         try:
-            if request.headers.get(hdrs.UPGRADE, "").lower() == "websocket":
-                return await self._relay_websocket(request, server)
             return await self._relay(request, server, index)
         except (aiohttp.ClientError, TimeoutError):
             self.failed += 1
@@ -185,43 +177,6 @@ class Relay:
                 return b"", _continued(parts, request)
         return b"".join(parts), None
 
-    async def _relay_websocket(self, request: web.Request, server: Server) -> web.StreamResponse:
-        protocols = request.headers.get(hdrs.SEC_WEBSOCKET_PROTOCOL, "")
-        names = [name.strip() for name in protocols.split(",") if name.strip()]
-        headers = {
-            name: value
-            for name, value in _passed_on(request.headers).items()
-            if not name.lower().startswith("sec-websocket") and name.lower() != "host"
-        }
-        try:
-            upstream = await self.session.ws_connect(
-                server.url_of(request), headers=headers, protocols=names, max_msg_size=0
-            )
-        except aiohttp.WSServerHandshakeError as error:
-            # aiohttp reads no body of it.
-            answered = _passed_on(error.headers or CIMultiDict())
-            for name in (hdrs.CONTENT_LENGTH, hdrs.CONTENT_TYPE, hdrs.CONTENT_ENCODING):
-                answered.pop(name, None)
-            return web.Response(status=error.status, headers=answered)
-        async with upstream:
-            client = web.WebSocketResponse(
-                protocols=[upstream.protocol] if upstream.protocol else [], max_msg_size=0
-            )
-            await client.prepare(request)
-            directions = (
-                asyncio.ensure_future(_copy_messages(client, upstream)),
-                asyncio.ensure_future(_copy_messages(upstream, client)),
-            )
-            try:
-                await asyncio.wait(directions, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for direction in directions:
-                    direction.cancel()
-                await asyncio.gather(*directions, return_exceptions=True)
-            await upstream.close(code=client.close_code or 1000)
-            await client.close(code=upstream.close_code or 1000)
-            return client
-
     async def _report_response(self, request: web.Request) -> web.Response:
         peer = request.get_extra_info("peername")
         private = self.private and isinstance(peer, tuple) and is_loopback(peer[0])
@@ -233,9 +188,7 @@ class Relay:
         if request.path == "/observe.json":
             content = orjson.dumps(report, option=orjson.OPT_INDENT_2)
             return web.Response(body=content, content_type="application/json")
-        if request.path == "/observe.md":
-            return web.Response(text=as_markdown(report), content_type="text/markdown")
-        return web.Response(text=as_page(report), content_type="text/html")
+        return web.Response(text=as_markdown(report))
 
 
 def _passed_on(headers: Any) -> CIMultiDict[str]:
@@ -256,14 +209,6 @@ async def _continued(parts: Sequence[bytes], request: web.Request) -> AsyncItera
         yield part
     async for chunk in request.content.iter_any():
         yield chunk
-
-
-async def _copy_messages(source: Any, target: Any) -> None:
-    async for message in source:
-        if message.type is aiohttp.WSMsgType.TEXT:
-            await target.send_str(message.data)
-        elif message.type is aiohttp.WSMsgType.BINARY:
-            await target.send_bytes(message.data)
 
 
 def _error_response(error: ProxyError) -> web.Response:

@@ -1,10 +1,10 @@
 """Report of a run: what came again, what a store would have answered, and the verdict. Pure."""
 
-import html
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from epd.tools.observe.counting import Savings, Traffic
+from epd.ui.formats import bytes_text
 
 MEGA = 10**6
 GIB = 2**30
@@ -243,14 +243,6 @@ def size_text(size: float | None, unit: str) -> str:
     return f"{size / GIB:g} GiB" if unit == "bytes" else f"{size:,.0f} entries"
 
 
-def bytes_text(size: float) -> str:
-    """Return a number of bytes in the largest unit of which there is one."""
-    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= factor:
-            return f"{size / factor:.1f} {unit}"
-    return f"{size:.0f} bytes"
-
-
 def as_markdown(report: ObserveReport) -> str:
     """Return the report as Markdown."""
     relayed = report.relayed
@@ -300,42 +292,3 @@ def as_markdown(report: ObserveReport) -> str:
         for line in report.stores
     ]
     return "\n".join(lines) + "\n"
-
-
-PAGE = """<!doctype html><html lang="en"><meta charset="utf-8">
-<meta http-equiv="refresh" content="5"><meta name="viewport" content="width=device-width">
-<title>epd observe</title><style>
-:root{{color-scheme:light dark}}
-body{{font:16px/1.5 system-ui;max-width:52rem;margin:2rem auto;padding:0 1rem}}
-table{{border-collapse:collapse;margin:1rem 0;width:100%}}
-td,th{{border-bottom:1px solid #8884;padding:.3rem .6rem;text-align:left}}
-meter{{width:8rem}}</style>
-<h1>What an encoder cache would bring</h1><ul>{verdict}</ul>
-<p>{requests} requests, {items} media, about {distinct} different ones.</p>
-<table><tr><th>store<th>hit rate<th><th>not sent to engines<th>encodes saved{stores}</table>
-<table><tr><th>media<th>number<th>came again<th>in requests<th>megapixels{modalities}</table>
-<p><a href="observe.md">Markdown</a> <a href="observe.json">JSON</a></p></html>
-"""
-
-
-def as_page(report: ObserveReport) -> str:
-    """Return the report as a page that renews itself."""
-    stores = [
-        f"<tr><td>{size_text(line.size, report.unit)}<td>{line.hit_rate:.1%}"
-        f"<td><meter value={line.hit_rate:.3f}></meter><td>{bytes_text(line.unsent_bytes)}"
-        f"<td>{'not known' if line.encode_s is None else f'{line.encode_s:.0f} s'}"
-        for line in report.stores
-    ]
-    modalities = [
-        f"<tr><td>{line.modality}<td>{line.items}<td>{line.repeat_share:.0%}"
-        f"<td>{bytes_text(line.sent_bytes)}<td>{line.megapixels:.1f}"
-        for line in report.modalities
-    ]
-    return PAGE.format(
-        verdict="".join(f"<li>{html.escape(sentence)}" for sentence in report.verdict),
-        requests=report.relayed.requests,
-        items=report.items,
-        distinct=f"{report.distinct:.0f}",
-        stores="".join(stores),
-        modalities="".join(modalities),
-    )

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from argparse import SUPPRESS, BooleanOptionalAction, RawDescriptionHelpFormatter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
@@ -22,6 +22,7 @@ from ec_store.errors import StoreError
 from ec_store.keys import EntryKey
 from ec_store.opening import open_store
 from epd.parser import Commands, Parser, unknown_message
+from epd.running_proxy import fleet_folder
 from epd.tools.machine import nvidia_devices
 from epd.tools.model_config import config_path, read_config
 from epd.tools.models import GENERATED, model_folder, write_model
@@ -155,7 +156,7 @@ def _run(
         _write_model(generate, Path(flags["model"]))
     settings = _settings(parser, flags)
     logs = settings.log_path / time.strftime("%Y%m%d-%H%M%S")
-    folder = host_memory.socket_folder(settings.port)
+    folder = fleet_folder(settings.port)
     store = settings.ec_store or host_memory.memory_url(folder, settings.ec_store_memory)
     revision = flag_value(settings.vllm_flags, "--revision")
     path = config_path(settings.model, revision, os.environ)
@@ -317,13 +318,23 @@ def _serve(fleet: Fleet, example: str) -> None:
     with fleet:
         try:
             print(f"\nready: {fleet.url}\n\n  {example}\n")
-            print(f"To watch it, open {fleet.url}/ui or run `epd top --url {fleet.url}`.")
+            print("\n".join(looks(fleet)))
             print("Ctrl-C stops all servers.")
             fleet.watch()
         except KeyboardInterrupt:
             longest_s = FRONT_STOP_TIMEOUT_S + STOP_TIMEOUT_S + STORE_STOP_TIMEOUT_S
             print(f"stopping (up to {longest_s:.0f} s)")
     print("All servers are stopped.")
+
+
+def looks(fleet: Fleet) -> Iterator[str]:
+    """Yield a line for each way to look at a running fleet."""
+    yield f"  {'the page':15} {fleet.url}/ui"
+    yield f"  {'in a terminal':15} epd top --url {fleet.url}"
+    yield f"  {'test each part':15} epd doctor --url {fleet.url}"
+    if fleet.plan.store:
+        store = redacted(fleet.plan.store).partition("?")[0]
+        yield f"  {'the store':15} ec-store stat {shlex.quote(store)}"
 
 
 def _example(settings: FleetSettings, plan: FleetPlan) -> str:

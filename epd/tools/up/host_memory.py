@@ -7,16 +7,11 @@ from pathlib import Path
 from urllib.parse import quote
 
 from ec_store.arena.memory import HUGE_PAGE_BYTES, default_bytes
-from ec_store.arena.sockets import is_served, make_folder, runtime_folder
+from ec_store.arena.sockets import is_served, make_folder
 from ec_store.arena.url import arena_options
 
 MIB = 2**20
 SOCKET = "arena.sock"
-
-
-def socket_folder(port: int) -> Path:
-    """Return the folder of the socket of the fleet with this port, which is not created."""
-    return runtime_folder() / f"epd-up-{port}"
 
 
 def memory_url(folder: Path, size_bytes: int | None) -> str:

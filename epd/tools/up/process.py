@@ -21,6 +21,9 @@ POLL_S = 0.25
 JOIN_POLL_S = 0.02
 PROGRESS_S = 15.0
 TAIL_LINES = 25
+KILLED_LINES = 3
+"""The same for a killed server: its log has no reason."""
+KILLED = "the kernel or an operator killed it, most often for lack of memory (see dmesg)"
 TAIL_BYTES = 65536
 LINE_CHARACTERS = 160
 _PROBE = re.compile(r'"GET /(?:health|metrics) HTTP/1\.[01]" 200\b')
@@ -75,6 +78,9 @@ class Process:
         code = self._exit_code()
         if code is not None:
             how = f"with code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
+            if code == -signal.SIGKILL:
+                end = f"The end of {self.log}:\n{self.tail(KILLED_LINES)}"
+                raise ProcessDied(f"{self.name} ended {how}: {KILLED}. {end}")
             cause = end_cause("\n".join(self._last_lines()))
             advice = "" if cause is None else f"\n{self.name}: {cause}."
             end = f"The end of {self.log}:\n{self.tail()}{advice}"
@@ -90,10 +96,10 @@ class Process:
         finally:
             connection.close()
 
-    def tail(self) -> str:
+    def tail(self, lines: int = TAIL_LINES) -> str:
         """Return the last lines of the log, without probes that were answered with 200."""
         messages = [line for line in self._last_lines() if not _PROBE.search(line)]
-        return "\n".join(messages[-TAIL_LINES:])
+        return "\n".join(messages[-lines:])
 
     def last_message(self) -> str:
         """Return the last line of the log."""

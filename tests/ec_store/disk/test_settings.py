@@ -199,6 +199,9 @@ def test_configure_changes_given_settings_and_replaces_unreadable_ones(
     assert run(capsys, "configure", url)[0] == 0
     assert held(root) == before
     assert run(capsys, "configure", url, "--max-bytes", "0")[0] == 2
+    with pytest.raises(SystemExit):
+        main(["configure", url, "--max-bytes", "1Gx"])
+    assert "--max-bytes: '1Gx' is not a size such as 64GiB" in capsys.readouterr().err
     assert held(root) == before
 
     (root / NAME).write_bytes(b"{}")

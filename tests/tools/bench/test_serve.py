@@ -242,6 +242,17 @@ class TestBeforeItBegins:
         assert "its answer is not JSON" in err
 
 
+def test_servers_are_asked_before_data_sets_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+    monkeypatch.setattr(serve, "find_spec", lambda _name: True)
+    monkeypatch.setattr(serve, "write_dataset", lambda *of: made.append(of))
+
+    with pytest.raises(SystemExit, match="cannot be reached"):
+        main(["bench", "serve", "--url", NOBODY])
+
+    assert made == []
+
+
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "find_spec", lambda _name: None)
     with pytest.raises(SystemExit, match=r"needs vllm: pip install 'epd-proxy\[vllm\]'"):

@@ -6,7 +6,7 @@ import pytest
 
 from epd.tools.observe.counting import Counter, Observed, Traffic
 from epd.tools.observe.entry_sizes import EntrySizes
-from epd.tools.observe.report import ObserveReport, Relayed, as_markdown, as_page, make_report
+from epd.tools.observe.report import ObserveReport, Relayed, as_markdown, make_report
 from epd.tools.observe.reuse import ReuseDistances
 from tests.requests import data_url, image, input_audio, png, request, text, video
 
@@ -260,6 +260,6 @@ def test_a_report_has_nothing_of_the_requests() -> None:
     traffic = counted(observed(request(image(b"secret"), text("a private word"), user="me")))
     report = report_of(traffic)
 
-    for shown in (as_markdown(report), as_page(report), repr(traffic)):
+    for shown in (as_markdown(report), repr(traffic)):
         assert "private" not in shown
         assert "c2VjcmV0" not in shown

@@ -12,7 +12,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from aiohttp import WSMsgType, web
+from aiohttp import web
 from aiohttp.test_utils import TestServer, unused_port
 from openai import AsyncOpenAI
 from pydantic import SecretStr
@@ -262,48 +262,6 @@ async def test_a_body_over_the_limit_is_relayed_and_not_counted(
     assert relay.counter.traffic.requests == 1 - over
 
 
-async def test_a_websocket_is_relayed_both_ways() -> None:
-    async def echo(request: web.Request) -> web.StreamResponse:
-        socket = web.WebSocketResponse(protocols=["realtime"])
-        await socket.prepare(request)
-        async for message in socket:
-            if message.type is WSMsgType.TEXT:
-                await socket.send_str(message.data + request.headers["X-Token"])
-            else:
-                await socket.send_bytes(message.data)
-                break
-        await socket.close(code=4001)
-        return socket
-
-    async with (
-        relaying(echo) as (_, url),
-        aiohttp.ClientSession() as http,
-        http.ws_connect(
-            url + "/v1/realtime", protocols=["realtime"], headers={"X-Token": "t"}
-        ) as socket,
-    ):
-        assert socket.protocol == "realtime"
-        await socket.send_str("a")
-        assert (await socket.receive()).data == "at"
-        await socket.send_bytes(b"b")
-        assert (await socket.receive()).data == b"b"
-        assert (await socket.receive()).type is WSMsgType.CLOSE
-        assert socket.close_code == 4001
-
-
-async def test_a_refused_websocket_is_answered_at_once() -> None:
-    async def refuse(_: web.Request) -> web.StreamResponse:
-        return web.json_response({"error": "no key"}, status=401, headers={"X-Reason": "key"})
-
-    async with relaying(refuse) as (_, url), aiohttp.ClientSession() as http:
-        with pytest.raises(aiohttp.WSServerHandshakeError) as caught:
-            await http.ws_connect(url + "/v1/realtime", timeout=aiohttp.ClientWSTimeout(5))
-
-    assert caught.value.status == 401
-    assert caught.value.headers is not None
-    assert caught.value.headers["X-Reason"] == "key"
-
-
 @pytest.mark.parametrize(
     "answer", [b"garbage\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: x\r\n\r\n"]
 )
@@ -343,7 +301,7 @@ async def test_a_request_line_without_a_path_is_refused() -> None:
         ({"admin_key": SecretStr("k")}, {"X-API-Key": "k"}, 200),
     ],
 )
-@pytest.mark.parametrize("path", ["/observe", "/observe.md", "/observe.json"])
+@pytest.mark.parametrize("path", ["/observe", "/observe.json"])
 async def test_reports_are_for_the_operator(
     settings: dict[str, Any], headers: dict[str, str], status: int, path: str
 ) -> None:

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from ec_store.arena.url import arena_options
 from epd.routing.instances import Role
 from epd.routing.urls import named_events_address
+from epd.running_proxy import fleet_folder
 from epd.tools.up.devices import LETTERS, assign, parse_gpus, parse_instances
 from epd.tools.up.engine import Engine, FleetServer
-from epd.tools.up.host_memory import memory_url, private_folder, socket_folder
+from epd.tools.up.host_memory import memory_url, private_folder
 from epd.tools.up.plan import FleetPlan, plan_fleet, url_of
 from epd.tools.up.platforms import CPU, CUDA, XPU, detect_platform
 from epd.tools.up.settings import FleetSettings
@@ -504,7 +505,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_fleets_of_one_user_have_sockets_of_their_own(runtime: Path) -> None:
-    first, second = (memory_url(socket_folder(port), 2**30) for port in (8000, 8010))
+    first, second = (memory_url(fleet_folder(port), 2**30) for port in (8000, 8010))
 
     assert first == f"shm://{runtime}/epd-up-8000/arena.sock?max_bytes=1024MiB"
     assert arena_options(first).max_bytes == 2**30
@@ -538,7 +539,7 @@ def test_a_memory_has_whole_huge_pages() -> None:
 def test_a_folder_that_another_user_may_write_to_is_refused(
     runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = socket_folder(8000)
+    folder = fleet_folder(8000)
     folder.mkdir(parents=True)
     folder.chmod(0o777)
     with pytest.raises(PermissionError, match="another user may"), private_folder(folder):
@@ -550,7 +551,7 @@ def test_a_folder_that_another_user_may_write_to_is_refused(
 
 
 def test_the_folder_of_a_socket_ends_with_its_server(runtime: Path) -> None:
-    folder = socket_folder(8000)
+    folder = fleet_folder(8000)
     address = folder / "arena.sock"
     with private_folder(folder), socket.socket(socket.AF_UNIX) as other:
         assert folder.stat().st_mode & 0o777 == 0o700
