@@ -14,12 +14,14 @@ import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
 import openai
 
 from ec_store import open_store
+from epd.routing.instances import Role
 from epd.tools.up.command import DISC, looks
 from epd.tools.up.process import ProcessDied
 from epd.tools.up.signals import leave_contexts_on_signals
@@ -39,6 +41,8 @@ def main() -> None:
     # Progress must be visible at once, through a pipe too.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     leave_contexts_on_signals()
+    if Role.PREFILL in args.topology.roles and find_spec("nixl") is None:
+        sys.exit("prefill instances need NIXL: .venv/bin/pip install './ec_store' '.[nixl]'")
     models = RUN / "models"
     subprocess.run([sys.executable, ROOT / "scripts" / "tiny_models.py", models, MODEL], check=True)
     directory = Path(tempfile.mkdtemp(prefix="epd-demo-"))

