@@ -83,7 +83,7 @@ def test_epd_up_serves_a_generated_model_without_a_checkout(tmp_path: Path) -> N
     flags = ("port", "encode-port", "prefill-decode-port", "ec-store-port")
     ports = zip(flags, free_ports(len(flags)), strict=True)
     command = [
-        *(environment.folder / "bin" / "epd", "up", "--device", "cpu", "--generate", "tiny"),
+        *(str(environment.folder / "bin" / "epd"), "up", "--device", "cpu", "--generate", "tiny"),
         *(f"--{flag}={port}" for flag, port in ports),
     ]
     body = {
