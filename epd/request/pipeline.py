@@ -67,7 +67,9 @@ class Pipeline:
         """
         client_decode = self._choices.client_decode(request)
         course = self._choose_course(request, client_decode)
-        request = await self._keyed(request)
+        if request.items:
+            request = await keyed_request(request, self._keys, self._fetcher)
+        self._fatal.check(request.watched, [item.identity for item in request.items])
         attempt, first_error = Attempt(request, course, client_decode), None
         claims: list[Claim] = []
         try:
@@ -97,17 +99,8 @@ class Pipeline:
             if attempt.course.prefill and not self._table.has(Role.PREFILL):
                 local = request.config.on_prefill_failure == "local"
                 attempt = attempt._replace(without_prefill=local)
-            if request.items and self._early_choice is not None:
-                target = await self._early_choice.choose_target(attempt)
-            usable = attempt.encoded_items is not None and not self._transfer.pushed
-            if request.items and not (usable and target.reads(attempt.place)):
-                if consumer_claims:  # of an earlier consumer, which reads elsewhere
-                    end_claims(consumer_claims, entries_coming=False)
-                with target.consumer or nullcontext():
-                    encoded_items = await self._encoder.encode(attempt, target, consumer_claims)
-                    if attempt.encoded_items is None:
-                        await self._remember_names(request, encoded_items)
-                attempt = attempt._replace(encoded_items=encoded_items, place=target.place)
+            if request.items:
+                attempt, target = await self._encode_items(attempt, consumer_claims)
             prompt = self._prompt(attempt)
             first = target.first or await prefill_decode.choose_first(attempt, prompt.prefix)
             if first.instance.role is not Role.PREFILL:
@@ -134,23 +127,34 @@ class Pipeline:
             BadRequest: an item is invalid.
             ProxyError: an item failed.
         """
-        request = await self._keyed(request)
+        if request.items:
+            request = await keyed_request(request, self._keys, self._fetcher)
+        self._fatal.check(request.watched, [item.identity for item in request.items])
         target = Target() if self._early_choice is None else self._early_choice.target()
         async with self._quarantine.context_for(request.watched):
             encoded_items = await self._encoder.encode(Attempt(request, Course()), target, [])
         await self._keys.remember_names(request.body, encoded_items, request.tenant, request.config)
         return encoded_items
 
-    async def _keyed(self, request: Request) -> Request:
-        """Return the request with its items' keys; reject what has ended instances before.
+    async def _encode_items(
+        self, attempt: Attempt, consumer_claims: list[Claim]
+    ) -> tuple[Attempt, Target]:
+        """Encode the items for the consumer, unless it reads what an earlier attempt encoded.
 
-        Raises:
-            ProxyError: an item is invalid, or its fetch failed; or the request is rejected.
+        Return the attempt with their outputs, and where they are read.
         """
-        if request.items:
-            request = await keyed_request(request, self._keys, self._fetcher)
-        self._fatal.check(request.watched, [item.identity for item in request.items])
-        return request
+        early = self._early_choice
+        target = Target() if early is None else await early.choose_target(attempt)
+        encoded = attempt.encoded_items is not None and not self._transfer.pushed
+        if encoded and target.reads(attempt.place):
+            return attempt, target
+        if consumer_claims:  # of an earlier consumer, which reads elsewhere
+            end_claims(consumer_claims, entries_coming=False)
+        with target.consumer or nullcontext():
+            encoded_items = await self._encoder.encode(attempt, target, consumer_claims)
+            if attempt.encoded_items is None:
+                await self._remember_names(attempt.request, encoded_items)
+        return attempt._replace(encoded_items=encoded_items, place=target.place), target
 
     def _choose_course(self, request: Request, client_decode: Instance | None) -> Course:
         """Return the course of a request, as the policies decide it.

@@ -129,7 +129,7 @@ async def answered(fleet: Fleet, body: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("start", "most"),
     [
-        (text_e_pd, Trip(49, 227, 48)),
+        (text_e_pd, Trip(49, 226, 48)),
         (picture_e_p_d, Trip(78, 468, 77)),
         (picture_hit, Trip(73, 385, 69)),
     ],
