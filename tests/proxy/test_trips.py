@@ -16,8 +16,9 @@ import pytest
 import ec_store
 import epd
 from epd.aio import Background
-from tests.requests import image, request, text
-from tests.support.backed import Backed, caching
+from tests.proxy.test_servers import serving
+from tests.requests import image, png, request, text
+from tests.support.backed import Backed, Both, caching
 from tests.support.fleet import Fleet, Launch
 
 OURS = tuple(str(Path(package.__file__ or "").parent) for package in (epd, ec_store))
@@ -138,11 +139,24 @@ async def test_no_trip_grows(
     launch: Launch, backed: Backed, url: str, start: Any, most: Trip
 ) -> None:
     async with start(launch, backed, url) as ask:
-        functions, types = await visited(ask)
+        await check_trip(start.__name__, ask, most)
+
+
+async def test_no_trip_grows_with_servers_that_encode(launch: Launch, both: Both, url: str) -> None:
+    async with serving(launch, both, url, servers=1) as fleet:
+
+        async def ask(number: int) -> None:
+            await answered(fleet, request(image(png(100, 100 + number)), stream=True))
+
+        await check_trip("picture_1epd", ask, Trip(69, 382, 72))
+
+
+async def check_trip(name: str, ask: Callable[[int], Awaitable[object]], most: Trip) -> None:
+    functions, types = await visited(ask)
     files = {code.co_filename for code in functions}
     found = Trip(len(files), len(functions), len(types))
 
-    print(f"\n{start.__name__}: {found}")  # noqa: T201 - the figures are what it is for
+    print(f"\n{name}: {found}")  # noqa: T201 - the figures are what it is for
     assert all(now <= limit for now, limit in zip(found, most, strict=True)), (found, most)
 
 
