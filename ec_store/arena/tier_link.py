@@ -6,7 +6,7 @@ are compared with their checksum in both directions.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -139,6 +139,7 @@ class TierLink:
             StoreError: the tier failed.
         """
         self._running_lookups += 1
+        purged = frozenset(self._purged)  # a purge that ends meanwhile came before this look-up
         try:
             if claim is None or not self.shared:
                 find = partial(self._find, digests, (), claim, {})
@@ -151,7 +152,7 @@ class TierLink:
         finally:
             self._running_lookups -= 1
         self._finding.succeeded()
-        return [self._count_answer(digest, found[digest]) for digest in digests]
+        return [self._count_answer(digest, found[digest], purged) for digest in digests]
 
     async def _find_and_claim(
         self, digests: Sequence[bytes], claim: ClaimKeys
@@ -276,10 +277,12 @@ class TierLink:
             found.update(zip(others, infos, strict=True))
         return found
 
-    def _count_answer(self, digest: bytes, answer: Answer) -> Answer:
+    def _count_answer(self, digest: bytes, answer: Answer, purged: Collection[str]) -> Answer:
         """Count an answer, and return it; None for an entry that was deleted meanwhile."""
         if isinstance(answer, EntryInfo) and (
-            digest in self._removed or answer.key.namespace in self._purged
+            digest in self._removed
+            or answer.key.namespace in purged
+            or answer.key.namespace in self._purged
         ):
             answer = None
         hit = isinstance(answer, EntryInfo)

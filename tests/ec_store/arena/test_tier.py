@@ -67,6 +67,7 @@ class Gated(RedisStore):
 
     Attributes:
         lookups, reads, writes: gates of `find`, `get` and `put`, open at first.
+        answers: gate of the answer of `find`, after Redis has answered.
         removals: gate of `remove` and `purge`.
     """
 
@@ -74,18 +75,22 @@ class Gated(RedisStore):
         super().__init__(RedisStore.from_url(url)._options)  # noqa: SLF001
         self.lookups, self.reads = threading.Event(), threading.Event()
         self.writes, self.removals = threading.Event(), threading.Event()
+        self.answers = threading.Event()
         self.open_gates()
         self.read: list[EntryKey] = []
-        self.lookups_begun = 0
+        self.lookups_begun = self.lookups_answered = self.removals_begun = 0
 
     def open_gates(self) -> None:
-        for gate in (self.lookups, self.reads, self.writes, self.removals):
+        for gate in (self.lookups, self.answers, self.reads, self.writes, self.removals):
             gate.set()
 
     def find(self, digests: Sequence[str]) -> list[EntryInfo | None]:
         self.lookups_begun += 1
         self.lookups.wait(WAIT_S)
-        return super().find(digests)
+        found = super().find(digests)
+        self.lookups_answered += 1
+        self.answers.wait(WAIT_S)
+        return found
 
     def get(self, key: EntryKey) -> Entry | None:
         self.read.append(key)
@@ -97,6 +102,7 @@ class Gated(RedisStore):
         return super().put(key, entry, replace=replace)
 
     def remove(self, digests: Sequence[str]) -> int:
+        self.removals_begun += 1
         self.removals.wait(WAIT_S)
         return super().remove(digests)
 
@@ -630,6 +636,25 @@ def test_a_purged_namespace_is_purged_in_the_tier(redis: RedisServer, a: Host, b
     wait_for(lambda: b.stats.memory.begun_bytes == 0)
     assert in_redis(redis, other)
     assert [row.info and row.info.key for row in b.store.ls()] == [other]
+
+
+def test_a_look_up_after_a_purge_finds_nothing_if_the_tier_purges_meanwhile(
+    redis: RedisServer, a: Host, b: Host
+) -> None:
+    a.store.put(key(), entry())
+    a.until(sent=1)
+    b.tier.removals.clear()
+    b.tier.answers.clear()
+    b.store.purge(key().namespace)
+    with ThreadPoolExecutor(1) as pool:
+        look_up = pool.submit(b.client().lookup, [key()])
+        wait_for(lambda: b.tier.lookups_answered)
+        b.tier.removals.set()
+        b.store.delete([key("another")])
+        wait_for(lambda: b.tier.removals_begun)  # so the purge has ended
+        assert not in_redis(redis, key())
+        b.tier.answers.set()
+        assert look_up.result() == [None]
 
 
 def test_purges_that_wait_for_the_tier_have_a_maximum(a: Host) -> None:
