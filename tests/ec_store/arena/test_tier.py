@@ -643,8 +643,8 @@ def test_a_look_up_after_a_purge_finds_nothing_if_the_tier_purges_meanwhile(
 ) -> None:
     a.store.put(key(), entry())
     a.until(sent=1)
-    b.tier.removals.clear()
-    b.tier.answers.clear()
+    for gate in (b.tier.removals, b.tier.answers, b.tier.reads):
+        gate.clear()
     b.store.purge(key().namespace)
     with ThreadPoolExecutor(1) as pool:
         look_up = pool.submit(b.client().lookup, [key()])
@@ -655,6 +655,7 @@ def test_a_look_up_after_a_purge_finds_nothing_if_the_tier_purges_meanwhile(
         assert not in_redis(redis, key())
         b.tier.answers.set()
         assert look_up.result() == [None]
+    b.tier.reads.set()
 
 
 def test_purges_that_wait_for_the_tier_have_a_maximum(a: Host) -> None:
