@@ -155,6 +155,24 @@ async def test_a_photo_after_many_icons_is_encoded_by_an_idle_instance(launch: L
         assert not any(one.degraded for one in fleet.events.requests)
 
 
+async def test_icons_are_encoded_while_a_photo_is(launch: Launch) -> None:
+    gate = asyncio.Event()
+    async with launch() as fleet:
+        fleet.e.chat = partial(after_s, 0.03)
+        for side in range(32, 40):
+            await fleet.chat(request(image(png(side, side))))
+        fleet.e.chat = after(gate, encodes)
+        photo = asyncio.create_task(fleet.chat(request(image(png(4000, 3000)))))
+        await until(lambda: encoded(fleet.e) == 9)
+        fleet.e.chat = encodes
+        assert (await fleet.chat(request(image(png(50, 50)))))[0] == 200
+        gate.set()
+        assert (await photo)[0] == 200
+
+        assert encoded(fleet.e) == 10
+        assert not any(one.degraded for one in fleet.events.requests)
+
+
 async def after_s(seconds: float, http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
     """Encode, and answer after some seconds."""
     await asyncio.sleep(seconds)
