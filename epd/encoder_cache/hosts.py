@@ -152,9 +152,12 @@ class HostStores:
         return _Server(store, Claims(cache))
 
     def _options_of(self, address: str) -> RemoteOptions | None:
-        """Return how to connect to a server; None if its connections are less safe than asked."""
-        parts = urlsplit(address)
+        """Return how to connect to a server; None if its connections are less safe than asked.
+
+        None also for an address that is no URL.
+        """
         try:
+            parts = urlsplit(address)
             port = parts.port or DEFAULT_PORT
         except ValueError:
             return None

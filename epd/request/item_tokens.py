@@ -20,6 +20,10 @@ TYPICAL_TOKENS = {"image": 1024, "audio": 512, "video": 4096}
 PIXELS_PER_TOKEN = 28 * 28
 """Pixels of one token in Qwen2-VL and Qwen2.5-VL, assumed of all models."""
 
+LEAST_TOKENS = 64
+"""Fewest predicted tokens of a picture: an encode of fewer takes about as long. Otherwise icons of
+a few tokens would teach a time of each token by which a photo takes minutes."""
+
 
 def media_tokens(metadata: Mapping[str, Any]) -> int:
     """Return the number of an item's tokens by its placeholder metadata; 0 if they have none."""
@@ -37,4 +41,4 @@ def predict_tokens(item: MMItem) -> int:
     """Return the expected number of an item's tokens, by its size if it is known."""
     if not item.pixels:
         return TYPICAL_TOKENS[item.modality]
-    return max(1, round(item.pixels / PIXELS_PER_TOKEN))
+    return max(LEAST_TOKENS, round(item.pixels / PIXELS_PER_TOKEN))

@@ -27,7 +27,7 @@ UNDER_WAY = ItemPlace(at_consumer=False, reason="under_way")
 """Place of an item that is being encoded for another request."""
 
 OVERLOADED = ItemPlace(at_consumer=True, reason="overloaded")
-"""Place of an item that no encode instance is expected to encode in time."""
+"""Place of an item that no encode instance is expected to begin in time."""
 
 AT_CONSUMER = ItemPlace(at_consumer=True, reason="no_encoder")
 """Place of an item if consumers encode all that is not in the store."""
@@ -36,7 +36,7 @@ OUT_OF_REACH = ItemPlace(at_consumer=True, reason="out_of_reach")
 """Place of an item that no encode instance could write where its consumer reads."""
 
 FITS_SHARE = 0.75
-"""Share of the time of an item's first try within which its encode must be predicted to end."""
+"""Share of the time of an item's first try within which its encode must be predicted to begin."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,10 +109,12 @@ class Placement:
         return placed
 
     def _shed(self, job: EncodeJob, items: Sequence[MissingItem]) -> Sequence[MissingItem]:
-        """Leave the items to the consumer that no encode instance is expected to encode in time.
+        """Leave the items to the consumer for which the queue of every encode instance is too long.
 
         A first try has half of `--encode-timeout-s` if there are several instances. Predictions
-        err: a queue that just fits would be cut off again and again.
+        err: a queue that just fits would be cut off again and again. The item's own time does not
+        count: by the speed of icons no photo is encoded in time, and an instance without photos
+        never teaches a better one.
         """
         tokens = sum([each.tokens for each in items if not each.at_consumer])
         if not tokens:
@@ -127,7 +129,7 @@ class Placement:
             place = each.place
             queue = forecast.best_queue(each.tokens, each.item.identity)
             if queue is not None and not (each.at_consumer or each.under_way):
-                if queue.finish_s(each.tokens) > limit_s:
+                if queue.finish_s(0) > limit_s:  # the items before it
                     place = OVERLOADED
                 else:
                     queue.add_item(each.tokens)

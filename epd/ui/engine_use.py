@@ -8,10 +8,14 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from ec_store.bounded import BoundedDict
 from epd.routing.reports import KV_USAGE, samples
 
 LOOKED_S = 15.0
 """Time in seconds after a look at the operator's page for which pages of metrics are parsed."""
+
+MAX_INSTANCES = 4096
+"""Upper bound of the instances with a known use, those included that have left."""
 
 PREFIX_QUERIES = b"vllm:prefix_cache_queries_total"
 PREFIX_HITS = b"vllm:prefix_cache_hits_total"
@@ -40,7 +44,7 @@ class EngineUses:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._until_s = -math.inf
-        self._uses: dict[str, EngineUse] = {}
+        self._uses: BoundedDict[str, EngineUse] = BoundedDict(MAX_INSTANCES)
 
     def look(self) -> None:
         """Note that a client looks. What was read for an earlier one is forgotten."""

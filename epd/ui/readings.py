@@ -78,7 +78,11 @@ class Reading(Generic[T]):
         return self.task if is_new else None
 
     async def _run(self) -> None:
-        self.value = await self._read()
+        value = None
+        try:
+            value = await self._read()
+        finally:  # unknown after an unexpected exception, which asyncio logs
+            self.value = value
 
 
 class Readings:

@@ -15,7 +15,7 @@ from epd.request.encode_job import MAX_RETRIES
 from epd.routing import retries
 from epd.upstream import Upstream, WholeReply
 from tests.faults.test_encode import busy, encoded
-from tests.requests import image, request
+from tests.requests import image, png, request
 from tests.support.fake_instance import Handler, after, drops, encodes, hangs, refuses
 from tests.support.fleet import Launch, until
 
@@ -141,3 +141,39 @@ async def test_items_behind_a_long_queue_are_left_to_the_consumer(
             failure == "local"
         )
         assert (len(waiting) < 30) is (failure == "local")
+
+
+async def test_a_photo_after_many_icons_is_encoded_by_an_idle_instance(launch: Launch) -> None:
+    """An encode takes 30 ms, and 1 s for 40 megapixels: icons teach a longer time of each pixel."""
+    sides = (*range(32, 64), 4000)
+    async with launch() as fleet:
+        for side in sides:
+            fleet.e.chat = partial(after_s, 0.03 + side * side / 40e6)
+            assert (await fleet.chat(request(image(png(side, side)))))[0] == 200
+
+        assert encoded(fleet.e) == len(sides)
+        assert not any(one.degraded for one in fleet.events.requests)
+
+
+async def test_icons_are_encoded_while_a_photo_is(launch: Launch) -> None:
+    gate = asyncio.Event()
+    async with launch() as fleet:
+        fleet.e.chat = partial(after_s, 0.03)
+        for side in range(32, 40):
+            await fleet.chat(request(image(png(side, side))))
+        fleet.e.chat = after(gate, encodes)
+        photo = asyncio.create_task(fleet.chat(request(image(png(4000, 3000)))))
+        await until(lambda: encoded(fleet.e) == 9)
+        fleet.e.chat = encodes
+        assert (await fleet.chat(request(image(png(50, 50)))))[0] == 200
+        gate.set()
+        assert (await photo)[0] == 200
+
+        assert encoded(fleet.e) == 10
+        assert not any(one.degraded for one in fleet.events.requests)
+
+
+async def after_s(seconds: float, http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    """Encode, and answer after some seconds."""
+    await asyncio.sleep(seconds)
+    return await encodes(http, body)

@@ -21,7 +21,7 @@ from tests.ec_store.arena.remote import KEY, free_port
 from tests.proxy.test_remote_store import served
 from tests.requests import image, request
 from tests.support.backed import BUDGET_S, NAMESPACE, Backed, items_of, registered
-from tests.support.fake_instance import FakeInstance, decodes, encodes, refuses
+from tests.support.fake_instance import FakeInstance, decodes, encodes, page, refuses
 from tests.support.fleet import Fleet, Launch, until
 from tests.support.redis_server import RedisServer
 
@@ -316,6 +316,22 @@ async def test_a_server_without_tls_gets_no_key_of_a_proxy_that_wants_tls(
         assert [line["next"] for line in lines if "excludes" in line["event"]] == [
             "requests bypass it; --ec-store allows shm+tls:// alone"
         ]
+
+
+async def test_an_address_that_is_no_url_ends_no_poll_and_no_registration(
+    launch: Launch, tmp_path: Path
+) -> None:
+    registers: dict[str, Any] = {"dynamic_registration": True, "admin_api_key": "k" * 16}
+    async with host(tmp_path, "a") as a, fleet_of(launch, a, decode=2, **registers) as fleet:
+        labels = 'address="shm+tcp://[fd00::1",arena="ab",engine="0",tier=""'
+        fleet.decode[1].metrics = page(f"# HELP\nvllm:ec_store_host_info{{{labels}}} 1.0\n")
+        body, headers = {"role": "encode", "url": "http://127.0.0.1:1"}, {"X-API-Key": "k" * 16}
+        with capture_logs() as lines:
+            await known(a)
+            registering = fleet.http.post(f"{fleet.url}/instances", json=body, headers=headers)
+            async with registering as reply:
+                assert reply.status == 200
+        assert [line for line in lines if line["log_level"] == "error"] == []
 
 
 def test_hosts_are_not_learned_without_metrics() -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.ui.engine_use import LOOKED_S, NO_USE, EngineUse, EngineUses, read_use
+from epd.ui.engine_use import LOOKED_S, MAX_INSTANCES, NO_USE, EngineUse, EngineUses, read_use
 from tests.ui.states import Clock
 
 URL = "http://d:1"
@@ -58,3 +58,13 @@ def test_pages_are_read_only_while_a_client_looks() -> None:
     uses.note_page(URL, page((0.9, 10.0, 5.0)))
     uses.look()
     assert uses.of(URL) == NO_USE
+
+
+def test_instances_that_have_left_are_forgotten_while_a_client_looks_all_the_time() -> None:
+    uses = EngineUses(Clock())
+    uses.look()
+    for number in range(MAX_INSTANCES + 1):
+        uses.note_page(f"http://d:{number}", page((0.5, 10.0, 5.0)))
+
+    assert uses.of("http://d:0") == NO_USE
+    assert uses.of(f"http://d:{MAX_INSTANCES}") != NO_USE

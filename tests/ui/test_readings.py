@@ -36,6 +36,9 @@ class FakeCache:
     async def fails(self) -> StoreStats | None:
         return None
 
+    async def breaks(self) -> StoreStats | None:
+        raise KeyError("maxmemory")
+
     async def hangs(self) -> StoreStats | None:
         await asyncio.Event().wait()
         return None
@@ -138,6 +141,19 @@ async def test_a_store_that_fails_is_unknown_until_it_answers() -> None:
         assert not (await parts.stores())[0]["known"]  # it does not wait for the read
 
         assert (await parts.stores())[0]["known"]
+
+
+async def test_a_store_is_unknown_after_an_unexpected_exception() -> None:
+    parts = Parts()
+    [cache] = parts.caches.values()
+    async with parts.readings:
+        assert (await parts.stores())[0]["known"]
+        cache.answer = cache.breaks
+        for _ in range(2):
+            parts.clock.now_s += STORE_S
+            await parts.stores()
+
+        assert not (await parts.stores())[0]["known"]
 
 
 async def test_a_store_that_requests_bypass_is_still_read() -> None:
