@@ -275,7 +275,7 @@ class FatalRequests:
         if not self._reject_s or not is_rejected:
             return error
         logger.warning(
-            "request rejected: instances died while they served it",
+            "request rejected from now on: instances died while they served it",
             stage=error.stage,
             instance=instance.url,
             rejected_s=round(self._reject_s),

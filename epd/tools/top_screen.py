@@ -170,7 +170,7 @@ def _store(store: StoreShown) -> Text:
     name = f"Store {strip_control(store['name'])} "
     bypassed = ", requests bypass it" if store["bypassed"] else ""
     if not store["known"] or used_bytes is None:
-        return Text.assemble(name, (f"unknown: no answer from the store{bypassed}", "yellow"))
+        return Text.assemble(name, (f"unknown: no figures from the store{bypassed}", "yellow"))
     graph, size = "", f"{bytes_text(used_bytes)}, no quota"
     if quota_bytes:
         graph = f"{bar(used_bytes / quota_bytes, STORE_BAR):░<{STORE_BAR}} "

@@ -97,7 +97,7 @@ def test_stores_are_shown_as_on_the_page() -> None:
 
     assert [line for line in lines if line.startswith("Store")] == [
         "Store 10.0.0.1:7000 █████░░░░░░░ 1.7 GB of 4.0 GB, 1,234 entries, 56 evictions",
-        "Store 10.0.0.2:7000 unknown: no answer from the store, requests bypass it",
+        "Store 10.0.0.2:7000 unknown: no figures from the store, requests bypass it",
         "Store 10.0.0.3 1.7 GB, no quota, entries unknown, evictions unknown",
         "Store 10.0.0.4 █████░░░░░░░ 1.7 GB of 4.0 GB, 1,234 entries, 56 evictions",
     ]

@@ -260,7 +260,7 @@ async def test_each_memory_of_a_host_has_a_bar_and_unknown_is_not_0(
         await expect(full).to_contain_text("10.0.0.1:7000")
         await expect(full).to_contain_text("1,234 entries · 56 evictions · 3 writes refused")
         await expect(silent.locator("b")).to_have_text("unknown")
-        await expect(silent).to_contain_text("no answer from the store · requests bypass it")
+        await expect(silent).to_contain_text("no figures from the store · requests bypass it")
         await expect(silent.get_by_role("meter")).to_have_count(0)
 
         assert not re.search(r"\b0\b", await silent.locator("span").inner_text())

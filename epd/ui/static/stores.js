@@ -48,7 +48,7 @@ function sizeOf({ known, bytes: used, max_bytes }) {
 
 function factsOf({ known, bypassed, entries, evictions, refused }) {
   return [
-    ...(known ? [] : ["no answer from the store"]),
+    ...(known ? [] : ["no figures from the store"]),
     ...(bypassed ? ["requests bypass it"] : []),
     ...(known ? [entries == null ? "entries unknown" : plural(entries, "entry", "entries")] : []),
     ...(known ? [evictions == null ? "evictions unknown" : plural(evictions, "eviction")] : []),
