@@ -31,7 +31,7 @@ class Operations:
     """Operations of one lane, on a memory that starts at an address."""
 
     def __init__(self, library: Any, engine: Any, replication: Any, address: int) -> None:
-        """Create the operations; `engine` is the library's engine of transfers, None over RDMA."""
+        """Create the operations; `engine` has the library's transfers, None if it alone reads."""
         self._library = library
         self._engine = engine
         self._replication = replication
@@ -114,7 +114,9 @@ def _set_up(config: dict[str, Any]) -> tuple[Any, Any, Any]:
 
     host, metadata, _, _, protocol, devices, _ = config["setup"]
     engine = None
-    if protocol == "tcp":
+    # A metadata service knows each process by the port that the library adds to the host; this
+    # engine has none before it is started.
+    if protocol == "tcp" and metadata == "P2PHANDSHAKE":
         engine = TransferEngine()
         _check(engine.initialize(host, metadata, protocol, devices))
     library = MooncakeDistributedStore()
