@@ -159,7 +159,7 @@ class AsyncArenaConnection:
         try:
             async with asyncio.timeout(self._timeout_s):
                 self._socket = await self._endpoint.open(link)
-        except OSError as error:  # TimeoutError is one
+        except (OSError, ValueError) as error:  # no connection in time; no name of a host
             problem = str(error) or f"no connection within {self._timeout_s:g} s"
             raise StoreUnavailable(f"{self._name}: {problem}") from error
         try:

@@ -67,8 +67,8 @@ def remote_options(url: str, environment: Mapping[str, str] = os.environ) -> Rem
     for name in ("ssl_ca_certs", "server_name"):
         if name in given and not secure:
             raise ValueError(f"{name} needs a shm+tls:// URL")
-    if given.get("server_name") == "":
-        raise ValueError("server_name must not be empty")
+        if given.get(name) == "":
+            raise ValueError(f"{name} must not be empty")
     timeout_s = given.get("timeout", TIMEOUT_S)
     if timeout_s <= 0:
         raise ValueError("timeout must be greater than 0")

@@ -30,12 +30,23 @@ DONE, FAILED = 1, -1
 class Operations:
     """Operations of one lane, on a memory that starts at an address."""
 
-    def __init__(self, library: Any, engine: Any, replication: Any, address: int) -> None:
-        """Create the operations; `engine` is the library's engine of transfers, None over RDMA."""
+    def __init__(
+        self, library: Any, engine: Any, replication: Any, address: int, reached: set[str]
+    ) -> None:
+        """Create the operations.
+
+        Args:
+            library: the library.
+            engine: its engine of transfers; None if the library alone reads.
+            replication: its settings of replicas.
+            address: address of the lane's memory.
+            reached: owners of values that the library has read from, shared by all lanes.
+        """
         self._library = library
         self._engine = engine
         self._replication = replication
         self._address = address
+        self._reached = reached
 
     def exist(self, names: list[str]) -> Any:
         """Return 1 for each name that exists. That protects it for the master's lease time."""
@@ -46,32 +57,48 @@ class Operations:
         return self._library.batch_get_into(names, self._addresses(places), sizes)
 
     def read(self, name: str, size: int) -> Any:
-        """Read one value to the start of the memory; return its size."""
-        transferred = None if self._engine is None else self._transfer(name, size)
-        return self.get([name], [0], [size]) if transferred is None else [transferred]
+        """Read one value to the start of the memory; return its size.
 
-    def _transfer(self, name: str, size: int) -> int | None:
-        """Read a value with the engine; return its size, or None if the library must read it.
+        The engine's first call for an owner connects to it, and no other call of the engine begins
+        until that ends. So the library, which has no such lock, reads from each owner first.
+        """
+        source = None if self._engine is None else self._source(name, size)
+        if source is None:
+            return self.get([name], [0], [size])
+        owner = source.transport_endpoint
+        if owner in self._reached:
+            if self._transfer(source):
+                return [source.size]
+            self._reached.discard(owner)
+        sizes = self.get([name], [0], [size])
+        if sizes[0] >= 0:
+            self._reached.add(owner)
+        return sizes
+
+    def _source(self, name: str, size: int) -> Any:
+        """Return where a value is that the engine can read; None if there is no such place."""
+        replicas = self._library.batch_get_replica_desc([name]).get(name, ())
+        in_memory = (each for each in replicas if each.is_memory_replica())
+        replica = next((each for each in in_memory if each.status.name == "COMPLETE"), None)
+        if replica is None:
+            return None
+        source = replica.get_memory_descriptor().buffer_descriptor
+        return source if source.size <= size else None
+
+    def _transfer(self, source: Any) -> bool:
+        """Read a value with the engine; return whether it was read.
 
         The library waits for a transfer in a loop without a pause, which takes a core for as long
         as it lasts. Over TCP that is a core that the transfer needs.
         """
-        replicas = self._library.batch_get_replica_desc([name]).get(name, ())
-        in_memory = (each for each in replicas if each.is_memory_replica())
-        source = next((each for each in in_memory if each.status.name == "COMPLETE"), None)
-        if source is None:
-            return None
-        value = source.get_memory_descriptor().buffer_descriptor
-        if value.size > size:
-            return None
         transfer = self._engine.batch_transfer_async_read(
-            value.transport_endpoint, [self._address], [value.buffer_address], [value.size]
+            source.transport_endpoint, [self._address], [source.buffer_address], [source.size]
         )
         if not transfer:
-            return None
+            return False
         while (result := self._engine.transfer_check_status(transfer)) not in {DONE, FAILED}:
             time.sleep(POLL_S)
-        return int(value.size) if result == DONE else None
+        return bool(result == DONE)
 
     def put(self, names: list[str], places: Sequence[int], sizes: list[int]) -> Any:
         addresses = self._addresses(places)
@@ -93,9 +120,10 @@ def main() -> None:
     control = socket.socket(fileno=config["control"])
     library, engine, replication = _set_up(config)
     memories = [mmap.mmap(memory, 0) for _, memory in config["lanes"]]
+    reached: set[str] = set()
     for number, (handle, _) in enumerate(config["lanes"]):
         address = _register(library, memories[number])
-        operations = Operations(library, engine, replication, address)
+        operations = Operations(library, engine, replication, address, reached)
         lane = socket.socket(fileno=handle)
         threading.Thread(
             target=_serve, args=(lane, operations), name=f"lane-{number}", daemon=True
@@ -114,7 +142,9 @@ def _set_up(config: dict[str, Any]) -> tuple[Any, Any, Any]:
 
     host, metadata, _, _, protocol, devices, _ = config["setup"]
     engine = None
-    if protocol == "tcp":
+    # A metadata service knows each process by the port that the library adds to the host; this
+    # engine has none before it is started.
+    if protocol == "tcp" and metadata == "P2PHANDSHAKE":
         engine = TransferEngine()
         _check(engine.initialize(host, metadata, protocol, devices))
     library = MooncakeDistributedStore()

@@ -189,8 +189,10 @@ class TierContract:
         opened().put(key(), sized(100, 1))
         spoil(key())
         tier = opened()
+        before = tier.counts["corrupt"]
 
         assert tier.get(key()) is None
+        assert tier.counts["corrupt"] == before + 1
         assert tier.find([key().digest]) == [None]
         assert tier.put(key(), sized(100, 2)) is True
         assert_same(sized(100, 2), tier.get(key()))

@@ -11,6 +11,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass
+from functools import cached_property
 from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import module_from_spec, spec_from_file_location
@@ -221,15 +222,27 @@ def _members(name: str, value: Any) -> Iterator[Line]:
         yield from _parameters(name, value)
     if not inspect.isclass(value):
         return
-    defaults = getattr(value, "_field_defaults", {})  # of a NamedTuple
-    for field in getattr(value, "_fields", ()):
-        yield f"{name}.{field}", _default(defaults.get(field, MISSING))
-    for field in fields(value) if is_dataclass(value) else ():
-        yield f"{name}.{field.name}", _default(field.default)
-    for method, function in vars(value).items():
-        if not method.startswith("_") and method not in defaults and inspect.isfunction(function):
-            yield f"{name}.{method}()", ""
-            yield from _parameters(f"{name}.{method}", function)
+    attributes = _attributes(value)
+    yield from ((f"{name}.{each}", _default(default)) for each, default in attributes.items())
+    for member, function in vars(value).items():
+        if member.startswith("_") or member in attributes:
+            continue
+        if isinstance(function, (property, cached_property)):
+            yield f"{name}.{member}", ""
+        elif inspect.isfunction(function):
+            yield f"{name}.{member}()", ""
+            yield from _parameters(f"{name}.{member}", function)
+
+
+def _attributes(value: type) -> dict[str, Any]:
+    """Return the fields of a class with their defaults."""
+    if is_dataclass(value):
+        return {field.name: field.default for field in fields(value)}
+    if names := getattr(value, "_fields", ()):  # a NamedTuple
+        defaults: dict[str, Any] = getattr(value, "_field_defaults", {})
+        return {name: defaults.get(name, MISSING) for name in names}
+    named = [name for name in inspect.get_annotations(value) if not name.startswith("_")]
+    return {name: vars(value).get(name, MISSING) for name in named}
 
 
 def _parameters(name: str, function: Any) -> Iterator[Line]:

@@ -93,6 +93,8 @@ def test_surface_has_names_of_every_kind() -> None:
         *("metric ec_store_refused_writes", "metric ec_store_tier_hits", "header x-epd-items"),
         *("route GET /health", "error unknown_media", "entry-points ec_store.backends shm"),
         *("python ec_store.open_store(url)", "python ec_store.Store.claim(owner)"),
+        *("python ec_store.EntryKey.digest", "python ec_store.arena.tier.Tier.counts"),
+        *("python epd.transfer.kv.KVTransfer.eager", "python ec_store.Entry.dtype"),
     ):
         assert name in found
     assert [name for name, meaning in found.items() if " at 0x" in meaning or "  " in name] == []

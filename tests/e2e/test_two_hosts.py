@@ -141,6 +141,42 @@ def hosts(models: Path, tmp_path: Path) -> Iterator[Hosts]:
         yield hosts
 
 
+def test_namespaces_of_a_killed_test_process_are_deleted_by_the_next() -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    code = """if True:
+        import os, signal, subprocess
+        from tests.support.namespaces import connected
+        with connected(["10.78.0.1"]) as names:
+            [name] = names.values()
+            command = ["ip", "netns", "exec", name, "sleep", "600"]
+            left = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+            print(name, left.pid, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+    """
+    killed = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    name, pid = killed.stdout.split()
+    assert Path(f"/run/netns/{name}").exists()
+
+    with connected(["10.78.0.1"]):
+        assert not Path(f"/run/netns/{name}").exists()
+    until(lambda: not is_running(int(pid)))
+
+
+def is_running(pid: int) -> bool:
+    """Return whether a process exists and has not ended."""
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def test_an_item_of_one_host_is_a_hit_on_the_other_and_through_a_third(hosts: Hosts) -> None:
     define, calls = ASK.split("\n}\n")
     shown = re.findall(r"^    (x-epd-items: .*)$", SECTION, re.MULTILINE)

@@ -6,6 +6,7 @@
 servers alone: its name is that of packages which engines have.
 """
 
+import json
 import os
 import socket
 import subprocess
@@ -85,6 +86,12 @@ class MooncakeMaster:
         url = f"http://127.0.0.1:{self.metrics_port}/get_all_keys"
         with urlopen(url, timeout=START_S) as reply:
             return sorted(reply.read().decode().split())
+
+    def owner(self, name: str) -> str:
+        """Return the owner of a value's first copy, of the master's administration service."""
+        url = f"http://127.0.0.1:{self.metrics_port}/query_key?key={name}"
+        with urlopen(url, timeout=START_S) as reply:
+            return str(json.load(reply)["data"][0]["transport_endpoint_"])
 
     def kill(self) -> None:
         if self.process is not None:

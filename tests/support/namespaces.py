@@ -1,6 +1,11 @@
-"""Hosts in network namespaces of their own, which Linux makes for root."""
+"""Hosts in network namespaces of their own, which Linux makes for root.
+
+A namespace has the PID of its test process in its name. The next test process deletes those of
+processes that were killed.
+"""
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -8,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
 END_S = 20.0
+NAME = re.compile(r"^epd-(\d+)-\w+", re.MULTILINE)
 
 
 def why_not() -> str | None:
@@ -31,6 +37,7 @@ def connected(addresses: Sequence[str]) -> Iterator[Mapping[str, str]]:
     """
     names = {address: f"epd-{os.getpid()}-{number}" for number, address in enumerate(addresses)}
     bridge = names[addresses[0]]
+    _delete_left()
     with ExitStack() as undo:
         for name in names.values():
             _ip("netns", "add", name)
@@ -46,6 +53,16 @@ def connected(addresses: Sequence[str]) -> Iterator[Mapping[str, str]]:
             _ip("-n", name, "address", "add", f"{address}/24", "dev", "eth0")
             _ip("-n", name, "link", "set", "eth0", "up")
         yield names
+
+
+def _delete_left() -> None:
+    """Delete the namespaces of test processes that were killed, with the processes in them."""
+    for found in list(NAME.finditer(_ip("netns", "list"))):
+        try:
+            os.kill(int(found[1]), 0)
+        except ProcessLookupError:
+            with suppress(subprocess.CalledProcessError):  # another test process deletes it too
+                _delete(found[0])
 
 
 def _delete(name: str) -> None:

@@ -364,6 +364,15 @@ async def replies_or_none(port: int, message: bytes) -> bytes:
     return b"" if received[:1] in {b"", b"\x15"} else received
 
 
+@pytest.mark.parametrize("changes", [{"server_name": ".store"}, {"host": "a..b"}])
+async def test_a_name_that_no_server_can_have_is_the_reason(
+    host: Host, changes: dict[str, str]
+) -> None:
+    async with opened(host.options(secure=True, **changes)) as store:
+        with pytest.raises(StoreUnavailable, match="label empty or too long"):
+            await store.check()
+
+
 def test_keys_are_compared_whole() -> None:
     assert is_key("a", "a")
     assert not is_key("a", "")
@@ -386,7 +395,8 @@ def test_keys_are_compared_whole() -> None:
         ("shm+tcp://key@host", "not in the URL"),
         ("shm+tcp://host?ssl_ca_certs=/ca", "ssl_ca_certs needs a shm+tls"),
         ("shm+tcp://host?server_name=store", "server_name needs a shm+tls"),
-        ("shm+tls://host?server_name=", "must not be empty"),
+        ("shm+tls://host?server_name=", "server_name must not be empty"),
+        ("shm+tls://host?ssl_ca_certs=", "ssl_ca_certs must not be empty"),
         ("shm+tls://host?timeout=0s", "greater than 0"),
         ("shm+tls://host?max_bytes=1GiB", "unknown parameter"),
     ],

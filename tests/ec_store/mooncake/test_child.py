@@ -12,12 +12,13 @@ import pytest
 from ec_store.mooncake.child import DONE, FAILED, Operations
 
 ADDRESS = 4096
+OWNER = "owner:1"
 SIZE = 1000
 ROOM = 2000
 
 
 def replica(*, memory: bool = True, status: str = "COMPLETE", size: int = SIZE) -> Mock:
-    value = SimpleNamespace(size=size, buffer_address=7, transport_endpoint="owner:1")
+    value = SimpleNamespace(size=size, buffer_address=7, transport_endpoint=OWNER)
     return Mock(
         is_memory_replica=Mock(return_value=memory),
         status=SimpleNamespace(name=status),
@@ -37,7 +38,8 @@ def parts(replicas: Sequence[Mock], results: Sequence[int] = (0, DONE)) -> tuple
 
 
 def read(library: Mock, engine: Mock | None) -> Sequence[int]:
-    found: Sequence[int] = Operations(library, engine, None, ADDRESS).read("value", ROOM)
+    """Read a value of an owner that the library has read from."""
+    found: Sequence[int] = Operations(library, engine, None, ADDRESS, {OWNER}).read("value", ROOM)
     return found
 
 
@@ -45,7 +47,7 @@ def test_a_value_is_read_by_a_transfer_of_the_engine() -> None:
     library, engine = parts([replica(memory=False), replica(status="PROCESSING"), replica()])
 
     assert read(library, engine) == [SIZE]
-    engine.batch_transfer_async_read.assert_called_once_with("owner:1", [ADDRESS], [7], [SIZE])
+    engine.batch_transfer_async_read.assert_called_once_with(OWNER, [ADDRESS], [7], [SIZE])
     assert engine.transfer_check_status.call_count == 2
     library.batch_get_into.assert_not_called()
 
@@ -77,6 +79,19 @@ def test_a_transfer_that_cannot_begin_is_left_to_the_library() -> None:
 
     assert read(library, engine) == [SIZE]
     engine.transfer_check_status.assert_not_called()
+
+
+def test_the_library_reads_from_each_owner_first_and_after_a_failure() -> None:
+    library, engine = parts([replica()], (DONE, FAILED, DONE))
+    operations = Operations(library, engine, None, ADDRESS, set())
+
+    library.batch_get_into.return_value = [-800]
+    assert operations.read("value", ROOM) == [-800]
+    library.batch_get_into.return_value = [SIZE]
+    for transfers, reads in ((0, 2), (1, 2), (2, 3), (3, 3)):
+        assert operations.read("value", ROOM) == [SIZE]
+        assert engine.batch_transfer_async_read.call_count == transfers
+        assert library.batch_get_into.call_count == reads
 
 
 def test_over_rdma_the_library_reads() -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +13,7 @@ from ec_store.testing.stores import Spoil, assert_same, entry, key, sized
 from ec_store.testing.tiers import SharedTierContract, TierContract
 from tests.ec_store.mooncake.tiers import SEGMENT, opened_tier
 from tests.support.mooncake_server import MooncakeMaster
-from tests.support.redis_server import RedisServer
+from tests.support.redis_server import RedisServer, free_port
 
 Opened = Callable[[], MooncakeTier]
 
@@ -98,6 +99,24 @@ def test_half_of_an_entry_is_a_miss_and_is_replaced(
     assert_same(sized(100, 2), tier.get(key()))
     assert tier.find([key().digest]) != [None]
     assert len(master.names()) == 2
+
+
+def test_hosts_read_each_other_with_a_metadata_service(tmp_path: Path, library: None) -> None:
+    port = free_port()
+    flags = {
+        "enable_http_metadata_server": "true",
+        "http_metadata_server_host": "127.0.0.1",
+        "http_metadata_server_port": port,
+    }
+    with MooncakeMaster(tmp_path, flags) as master:
+        service = f"metadata=http://127.0.0.1:{port}/metadata"
+        with (
+            opened_tier(master.url(f"{SEGMENT}&{service}")) as writer,
+            opened_tier(master.url(f"max_entry_bytes=16MiB&{service}")) as reader,
+        ):
+            writer.put(key(), sized(100_000, 1))
+            for tier in (writer, reader):
+                assert_same(sized(100_000, 1), tier.get(key()))
 
 
 def test_a_lane_is_not_reused_while_its_entry_is_referenced(opened: Opened) -> None:

@@ -32,6 +32,13 @@ def own_master(installed: None, tmp_path: Path) -> Iterator[MooncakeMaster]:
         yield master
 
 
+@pytest.fixture
+def patient_master(installed: None, tmp_path: Path) -> Iterator[MooncakeMaster]:
+    """Start a master that forgets no client and evicts nothing that was looked up."""
+    with MooncakeMaster(tmp_path, {"client_ttl": 600, "default_kv_lease_ttl": 60_000}) as master:
+        yield master
+
+
 def works(tier: MooncakeTier, name: str = "again") -> bool:
     """Return whether an entry can be written and read now."""
     with suppress(StoreUnavailable):
@@ -120,6 +127,40 @@ def test_other_segments_serve_on_when_an_owner_is_killed(
             running(lost.segment).process.kill()
             until(lambda: works(kept))
             assert_same(sized(MIB, 1), kept.get(key("kept")))
+
+
+@pytest.mark.fault(141)
+def test_an_owner_that_hangs_delays_no_read_from_another(
+    patient_master: MooncakeMaster, open_tier: OpenTier
+) -> None:
+    hung = open_tier(patient_master.url(SEGMENT))
+    hung.put(key("hung"), sized(MIB))
+    writer = open_tier(patient_master.url(SEGMENT))
+    reader = open_tier(patient_master.url(f"{PLAIN}&timeout=20s"))
+    of_hung = owner_of(patient_master, hung, key("hung"))
+    for number in range(60):
+        elsewhere = key(str(number))
+        writer.put(elsewhere, sized(MIB, 1))
+        if owner_of(patient_master, writer, elsewhere) != of_hung:
+            break
+    stopped = running(hung.segment).process
+    stopped.send_signal(signal.SIGSTOP)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(reader.get, key("hung"))
+            time.sleep(0.5)  # until it waits for the owner that hangs
+            for _ in range(2):
+                assert_same(sized(MIB, 1), reader.get(elsewhere))
+            assert not waiting.done()
+            running(reader.client.program).process.kill()
+            with pytest.raises(StoreUnavailable):
+                waiting.result()
+    finally:
+        stopped.send_signal(signal.SIGCONT)
+
+
+def owner_of(master: MooncakeMaster, tier: MooncakeTier, one: EntryKey) -> str:
+    return master.owner(tier._names.value(one))  # noqa: SLF001
 
 
 @pytest.mark.fault(142)
