@@ -1,5 +1,6 @@
 """Fleet of `epd up` that scripts and tests start, with engines that they kill and start again."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 from epd.routing.instances import Role
 from epd.tools.up.engine import Engine
 from epd.tools.up.plan import plan_fleet
+from epd.tools.up.ports import check_free
 from epd.tools.up.process import Process, wait_until_ready
 from epd.tools.up.settings import FleetSettings
 from epd.tools.up.stack import Fleet
@@ -78,8 +80,20 @@ class Stack(Fleet):
 
     def restart(self, engine: Engine) -> None:
         """Start an engine that was killed; fail as the start of the fleet does."""
+        self._wait_for_port(engine)
         self._start(engine.server())
         wait_until_ready(self._processes[-1:], self.timeout_s, self.report)
+
+    def _wait_for_port(self, engine: Engine) -> None:
+        """Wait until the port is free: children that were killed may have it a moment longer."""
+        deadline_s = time.monotonic() + self.timeout_s
+        while time.monotonic() < deadline_s:
+            try:
+                check_free("127.0.0.1", engine.port)
+            except OSError:
+                time.sleep(0.05)
+            else:
+                return
 
     def process_of(self, engine: Engine) -> Process:
         [process] = [process for process in self._processes if process.name == engine.name]

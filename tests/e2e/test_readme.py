@@ -232,7 +232,7 @@ def named(reason: str) -> Action:
 ACTIONS: Mapping[str, Action] = {
     r"\./scripts/demo\.sh": named("tests/e2e/test_demo.py runs it"),
     r"\./scripts/test\.sh": named("it runs this test"),
-    r"pip install '\.\[vllm\]'": named("for a GPU: it installs vLLM's build for CUDA"),
+    r"pip install \./ec_store '\.\[vllm\]'": named("for a GPU: it installs vLLM's build for CUDA"),
     r"source \.venv/bin/activate": named("the programs of this test are in the PATH"),
     r"export ADMIN_API_KEY=\$": Terminals.set_key,
     r"epd up .*--gpus": Terminals.dry_run,  # for GPUs: the README names --dry-run beside it

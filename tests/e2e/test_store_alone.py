@@ -1,6 +1,9 @@
 """The store without the proxy: requests go directly to two servers (docs/guides/store-alone.md)."""
 
+import time
+
 import openai
+import pytest
 
 from epd.tools.up.engine import Engine
 from tests.e2e.asking import ask, unseen
@@ -28,6 +31,22 @@ def write_new(server: Engine, stack: Served, item: Part) -> list[str]:
     answer = answer_of(server, stack, item)
     until(lambda: len(stored(stack)) > entries)
     return answer
+
+
+@pytest.fixture(autouse=True)
+def used_store(stack: Served) -> None:
+    """Wait until both servers use the store, which an earlier test may have stopped."""
+    first, second = stack.consumers
+
+    def is_hit() -> bool:
+        item = unseen(stack)
+        answer_of(first, stack, item)
+        time.sleep(0.2)
+        hits, _ = counts(second)
+        answer_of(second, stack, item)
+        return counts(second)[0] > hits
+
+    until(is_hit)
 
 
 def test_a_second_and_a_restarted_server_do_not_encode_again(stack: Served) -> None:
