@@ -70,6 +70,7 @@ class Program:
         self._segment_bytes = segment_bytes
         self._memories = memories
         self._running: Running | None = None
+        self._replaced: Running | None = None
         self._closed = threading.Event()
         self.starts = 0
         self._thread = threading.Thread(target=self._supervise, name=f"ec-{name}", daemon=True)
@@ -78,12 +79,12 @@ class Program:
     @property
     def running(self) -> Running | None:
         """Return the process that is ready; None while a new one starts."""
-        return self._running
+        running = self._running
+        return None if running is self._replaced else running
 
     def replace(self, running: Running) -> None:
         """Kill a process, which no call uses from now on. Another one is started."""
-        if self._running is running:
-            self._running = None
+        self._replaced = running  # the supervisor alone sets `_running`: its next one may be ready
         running.process.kill()
 
     def close(self) -> None:

@@ -177,6 +177,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
+@pytest.mark.timeout(900)  # two fleets, of which each may take three minutes on a busy machine
 def test_an_item_of_one_host_is_a_hit_on_the_other_and_through_a_third(hosts: Hosts) -> None:
     define, calls = ASK.split("\n}\n")
     shown = re.findall(r"^    (x-epd-items: .*)$", SECTION, re.MULTILINE)
