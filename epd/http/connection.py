@@ -135,7 +135,7 @@ class Connection(asyncio.Protocol):
         if size <= JOINED_BYTES:
             self._transport.write(b"".join((head, *body)))
         elif size <= PIECE_BYTES:
-            self._transport.writelines((head, *body))
+            self._write_all((head, *body))
         else:
             for batch in _batches((head, *body)):
                 await self._send(batch, until_s)
@@ -153,8 +153,12 @@ class Connection(asyncio.Protocol):
             self.reusable = False
             return
         self._check_open()
-        # Not `writelines`: asyncio's never pauses writing before Python 3.12.9 and 3.13.2.
-        for part in batch:
+        self._write_all(batch)
+
+    def _write_all(self, parts: Iterable[bytes | memoryview]) -> None:
+        # Not `writelines`: in early releases of Python 3.12 and 3.13, asyncio's never pauses
+        # writing, and never ends on a lost connection.
+        for part in parts:
             self._transport.write(part)
 
     def _check_open(self) -> None:

@@ -63,7 +63,10 @@ class WholeResponse(web.StreamResponse):
         if len(self._whole) <= JOINED_BYTES:
             transport.write(head + self._whole)
         else:
-            transport.writelines((head, self._whole))
+            # Not `writelines`: on a lost connection, asyncio's never ends in early releases of
+            # Python 3.12 and 3.13.
+            transport.write(head)
+            transport.write(self._whole)
         await request.writer.drain()
 
     async def write_eof(self, data: bytes = b"") -> None:
