@@ -33,7 +33,7 @@ copy_tests() {
 
 # Tests of the repository and not of the packages, and those that need vLLM or a browser.
 left_out=(
-    tests/deploy tests/docs tests/scripts tests/security/test_documents.py
+    tests/compat tests/deploy tests/docs tests/scripts tests/security/test_documents.py
     tests/e2e tests/gpu tests/ui/test_page.py tests/ec_store/vllm_connector tests/vllm_sources tests/vllm_wire
 )
 
