@@ -93,17 +93,20 @@ TIER_GAUGES = {
 }
 
 
-def create_app(store: AsyncStore, *, interval_s: float, api_key: str = "") -> web.Application:
+def create_app(
+    store: AsyncStore, *, interval_s: float, api_key: str = "", longest_s: float = LONGEST_S
+) -> web.Application:
     """Create the service as an aiohttp application.
 
     Args:
         store: the store; closed with the application.
         interval_s: seconds between two checks of the quota.
         api_key: bearer token that all paths but `/health` require; empty for none.
+        longest_s: as `LONGEST_S`.
     """
     app = web.Application(middlewares=[_render_errors, _require_key])
     app[STORE] = store
-    app[MAINTENANCE] = Maintenance(store, interval_s)
+    app[MAINTENANCE] = Maintenance(store, interval_s, longest_s)
     app[API_KEY] = api_key
     app.cleanup_ctx.append(_housekeeping)
     app.router.add_get("/health", _health)
@@ -123,11 +126,12 @@ async def _housekeeping(app: web.Application) -> AsyncIterator[None]:
 class Maintenance:
     """Periodic eviction and a daily sweep, which continue after any error."""
 
-    def __init__(self, store: AsyncStore, interval_s: float) -> None:
+    def __init__(self, store: AsyncStore, interval_s: float, longest_s: float) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)  # its descriptors, memory and CPU time
         self._store = store
         self._interval_s = interval_s
+        self._longest_s = longest_s
         self._began_s = time.monotonic()
         self._succeeded_s: float | None = None
         self._failing = False
@@ -163,7 +167,7 @@ class Maintenance:
     def is_late(self) -> bool:
         """Return whether nothing keeps the store within its quota any more."""
         late_s = LATE_INTERVALS * self._interval_s
-        limit_s = late_s if self._failing else max(late_s, LONGEST_S)
+        limit_s = late_s if self._failing else max(late_s, self._longest_s)
         return time.monotonic() - (self._succeeded_s or self._began_s) > limit_s
 
     async def run(self) -> None:

@@ -91,12 +91,15 @@ class AsyncArenaConnection:
         arena: name of the server's memory, a new one at each start; empty before the first call.
     """
 
-    def __init__(self, endpoint: Endpoint, timeout_s: float) -> None:
+    def __init__(
+        self, endpoint: Endpoint, timeout_s: float, *, connect_every_s: float = CONNECT_EVERY_S
+    ) -> None:
         """Create a connection to a server, which may take `timeout_s` for a reply."""
         self.arena = b""
         self._endpoint = endpoint
         self._name = endpoint.name
         self._timeout_s = timeout_s
+        self._connect_every_s = connect_every_s
         self._link: _Link | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._socket: socket.socket | None = None
@@ -150,7 +153,7 @@ class AsyncArenaConnection:
             self._link = await self._new_link()
         except StoreUnavailable as error:
             self._problem = str(error)
-            self._again_s = asyncio.get_running_loop().time() + CONNECT_EVERY_S
+            self._again_s = asyncio.get_running_loop().time() + self._connect_every_s
         finally:
             self._connecting = None
 

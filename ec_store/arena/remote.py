@@ -74,13 +74,13 @@ class RemoteServer:
             key: key that the first request of each connection must have.
             tls: certificate of this server; None: connections are not encrypted.
             max_connections: as `MAX_CONNECTIONS`.
-            hello_s: time in seconds for the handshake of TLS.
+            hello_s: time in seconds for the handshake of TLS, and then for the first request.
         """
         self._server = server
         self._key = key
         self._tls = tls
         self._max_connections = max_connections
-        self._hello_s = hello_s
+        self.hello_s = hello_s
         self._sessions: dict[Session, str] = {}
         """Host of each connection, from its beginning: before its handshake and its key."""
         self._of_host: Counter[str] = Counter()
@@ -195,7 +195,7 @@ class RemoteServer:
             lambda: session,
             connection,
             ssl=self._tls,
-            ssl_handshake_timeout=self._hello_s if self._tls is not None else None,
+            ssl_handshake_timeout=self.hello_s if self._tls is not None else None,
         )
 
     def _opened(

@@ -95,7 +95,9 @@ CHANGES = (End, Delete, Purge, Release)
 
 
 class SessionServer(Protocol):
-    """Part of a server that its sessions use."""
+    """Part of a server that its sessions use. `hello_s` is as `HELLO_S`."""
+
+    hello_s: float
 
     def add(self, session: "Session") -> None: ...
     def welcome(self, session: "Session", hello: Hello) -> None: ...
@@ -134,6 +136,7 @@ class ArenaServer:
         address: str = "",
         tier_name: str = "",
         max_connections: int = MAX_CONNECTIONS,
+        hello_s: float = HELLO_S,
         gone_s: float = GONE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -145,12 +148,14 @@ class ArenaServer:
             address: URL by which proxies of other hosts reach the server; empty: they do not.
             tier_name: digest of the shared tier's URL; empty: there is none.
             max_connections: as `MAX_CONNECTIONS`.
+            hello_s: as `HELLO_S`.
             gone_s: as `GONE_S`.
             clock: monotonic clock in seconds.
         """
         self.arena = Arena(index, memory.size_bytes, memory.pages)
         self.clock = clock
         self._max_connections = max_connections
+        self.hello_s = hello_s
         self._gone_s = gone_s
         self._memory = memory
         self.name = secrets.token_bytes(16)
@@ -378,7 +383,8 @@ class Session(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)
         self.transport.set_write_buffer_limits(MAX_UNREAD_BYTES)
-        self._timer = asyncio.get_running_loop().call_later(HELLO_S, self.transport.abort)
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(self._server.hello_s, self.transport.abort)
         self._server.add(self)
 
     def data_received(self, data: bytes) -> None:

@@ -6,20 +6,18 @@
 import os
 import sys
 from pathlib import Path
-from unittest.mock import patch
+
+import pytest
 
 from ec_store.__main__ import main as ec_store
-from ec_store.arena import sockets
 from epd.__main__ import main as epd
 from epd.tools.up import command
 from scripts.forked import ForkedFleet
+from tests.support.own_sockets import use_own_sockets
 
 if __name__ == "__main__":
     program, *words = sys.argv[1:]
-    own = Path(os.environ["XDG_RUNTIME_DIR"]) / sockets.FOLDER
-    with (
-        patch.object(command, "Fleet", ForkedFleet),
-        patch.object(sockets, "SYSTEM", own),
-        patch.object(sockets, "_temporary", lambda _: own),
-    ):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "Fleet", ForkedFleet)
+        use_own_sockets(Path(os.environ["XDG_RUNTIME_DIR"]), patch)
         {"epd": epd, "ec-store": ec_store}[program](words)

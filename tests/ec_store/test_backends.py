@@ -78,7 +78,7 @@ def test_the_memory_of_a_host_is_no_tier() -> None:
 
 
 def test_mooncake_without_its_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ec_store.mooncake.backend.find_spec", lambda _: None)
+    monkeypatch.setitem(sys.modules, "mooncake", None)
 
     with pytest.raises(ValueError, match=r"pip install 'ec-store\[mooncake\]'"):
         open_tier("mooncake://master")

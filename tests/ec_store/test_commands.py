@@ -7,9 +7,8 @@ import pytest
 from aiohttp import web
 
 from ec_store import EntryKey, open_store
-from ec_store import entry as entry_module
 from ec_store.__main__ import main
-from ec_store.testing.stores import unchecked
+from ec_store.testing.stores import another_release, unchecked
 from tests.ec_store.entries import entry
 
 KEY = EntryKey("ns", "k")
@@ -114,10 +113,9 @@ def test_verify_survives_malformed_entries(url: str, capsys: pytest.CaptureFixtu
 
 @pytest.mark.fault(93)
 def test_verify_keeps_entries_of_another_format(
-    url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with open_store(url) as store, monkeypatch.context() as later:
-        later.setattr(entry_module, "FORMAT", "ec_store/2")
+    with open_store(url) as store, another_release():
         store.put(KEY, entry())
 
     code, out = run(capsys, "verify", url, "--fix")

@@ -8,13 +8,14 @@ import struct
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from ec_store import EntryKey, StoreUnavailable, open_store, service
+from ec_store import EntryKey, StoreUnavailable, open_store
 from ec_store.aio import AsyncStore
 from ec_store.disk.store import SharedDiskStore
 from ec_store.service import create_app
@@ -30,10 +31,16 @@ def url(tmp_path: Path) -> str:
     return f"file://{tmp_path}/store?max_bytes=1MiB"
 
 
+@asynccontextmanager
+async def client_of(url: str, **limits: float) -> AsyncIterator[TestClient[Any, Any]]:
+    app = create_app(AsyncStore(open_store(url)), interval_s=0.05, api_key="key", **limits)
+    async with TestClient(TestServer(app), headers={"Authorization": "Bearer key"}) as made:
+        yield made
+
+
 @pytest.fixture
 async def client(url: str) -> AsyncIterator[TestClient[Any, Any]]:
-    app = create_app(AsyncStore(open_store(url)), interval_s=0.05, api_key="key")
-    async with TestClient(TestServer(app), headers={"Authorization": "Bearer key"}) as made:
+    async with client_of(url) as made:
         yield made
 
 
@@ -169,7 +176,7 @@ async def test_health_fails_after_its_directory_was_removed(
 @pytest.mark.fault(90)
 @pytest.mark.parametrize("how", ["fails", "hangs"])
 async def test_health_fails_while_maintenance_fails_or_hangs(
-    client: TestClient[Any, Any], monkeypatch: pytest.MonkeyPatch, how: str
+    url: str, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     go = threading.Event()
 
@@ -178,13 +185,13 @@ async def test_health_fails_while_maintenance_fails_or_hangs(
             go.wait(60)
         raise StoreUnavailable("its file system fails")
 
-    monkeypatch.setattr(service, "LONGEST_S", 0.5)
-    await until_age(client, lambda age_s: age_s is not None)
-    with monkeypatch.context() as patch:
-        patch.setattr(SharedDiskStore, "sweep", sweep)
-        assert (await until_health(client, 503))["status"] == "late"
-    go.set()
-    assert (await until_health(client, 200))["status"] == "healthy"
+    async with client_of(url, longest_s=0.5) as client:
+        await until_age(client, lambda age_s: age_s is not None)
+        with monkeypatch.context() as patch:
+            patch.setattr(SharedDiskStore, "sweep", sweep)
+            assert (await until_health(client, 503))["status"] == "late"
+        go.set()
+        assert (await until_health(client, 200))["status"] == "healthy"
 
 
 async def test_figures_over_http(client: TestClient[Any, Any], url: str) -> None:

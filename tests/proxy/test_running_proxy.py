@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ from epd.config.shown import public_settings
 from epd.running_proxy import NoAnswer, find_proxy, fleet_folder
 from tests.support.fake_instance import FakeInstance, decodes, encodes
 from tests.support.fleet import Launch
+from tests.support.own_sockets import use_own_sockets
 from tests.support.programs import INSTANCES, called
 
 ADMIN = "admin-SECRET-0123456789"
@@ -144,11 +146,11 @@ def fleets(*ports: int) -> Iterator[None]:
 
 
 @pytest.fixture
-def sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let this process see only the sockets that the test makes."""
-    monkeypatch.setattr("ec_store.arena.sockets.SYSTEM", tmp_path / "run")
-    monkeypatch.setattr("ec_store.arena.sockets._temporary", lambda _: tmp_path / "none")
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+def sockets(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let this process see only the sockets that the test makes, in a folder with a short path."""
+    with tempfile.TemporaryDirectory() as folder:
+        use_own_sockets(Path(folder), monkeypatch)
+        yield
 
 
 @pytest.mark.usefixtures("sockets")

@@ -18,7 +18,6 @@ import pytest
 import uvloop
 
 from ec_store.arena import connection as connections
-from ec_store.arena import server as arena_server
 from ec_store.arena.aio_connection import AsyncArenaConnection, UnixEndpoint
 from ec_store.arena.connection import ArenaConnection
 from ec_store.arena.extents import PAGE_BYTES, ExtentAllocator
@@ -147,11 +146,9 @@ def test_a_proxy_is_refused_with_the_reason(
 
 
 @pytest.mark.fault(123)
-def test_connections_without_a_first_request_end_and_make_room(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(arena_server, "HELLO_S", 0.2)
-    with serving(path, max_connections=4), silent(path) as first, silent(path) as second:
+def test_connections_without_a_first_request_end_and_make_room(path: Path) -> None:
+    limits = serving(path, max_connections=4, hello_s=0.2)
+    with limits, silent(path) as first, silent(path) as second:
         second.sendall(b"\x10\x00\x00\x00")  # the length of a request
         assert first.recv(1) == second.recv(1) == b""
         assert stats(path).memory.clients == 1

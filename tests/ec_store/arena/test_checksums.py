@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ec_store.arena import checksums
 from ec_store.arena.connection import ArenaConnection
 from ec_store.arena.protocol import Read
 from ec_store.arena.store import ArenaStore
@@ -28,7 +29,7 @@ class Held:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.go = threading.Event(), threading.Event()
-        monkeypatch.setattr("ec_store.arena.checksums.checksum_of", self._compute)
+        monkeypatch.setattr(checksums, "checksum_of", self._compute)
 
     def _compute(self, parts: object) -> str:
         self.begun.set()

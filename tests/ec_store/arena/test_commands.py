@@ -19,6 +19,7 @@ from ec_store.keys import EntryKey
 from ec_store.opening import open_store
 from tests.ec_store.arena.served import serving
 from tests.ec_store.entries import entry
+from tests.support.own_sockets import use_own_sockets
 
 KEY = EntryKey("ns", "k")
 
@@ -27,13 +28,8 @@ KEY = EntryKey("ns", "k")
 def run_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Return a temporary folder, with a short path, for the folders of all sockets."""
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        monkeypatch.setattr("ec_store.arena.sockets.SYSTEM", folder / "ec-store")
-        monkeypatch.setattr(
-            "ec_store.arena.sockets._temporary", lambda user: folder / f"ec-store-{user}"
-        )
-        monkeypatch.setenv("XDG_RUNTIME_DIR", name)
-        yield folder
+        use_own_sockets(Path(name), monkeypatch)
+        yield Path(name)
 
 
 @pytest.fixture

@@ -9,10 +9,12 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -21,6 +23,7 @@ import pytest
 from ec_store.arena import memory
 from ec_store.arena.extents import PAGE_BYTES
 from ec_store.arena.memory import (
+    HUGE_STEP_S,
     MADV_COLLAPSE,
     POPULATE_BYTES,
     create_memory,
@@ -74,12 +77,14 @@ def test_pages_that_a_writer_takes_away_read_as_zeros_and_end_no_process(path: P
 
 SLOW = """
 import sys, time
+from functools import partial
+from ec_store import serve
 from ec_store.arena import memory
-memory.STEP_BYTES = 4096
 def check_room(_):
     print("step", flush=True)
     time.sleep(0.01)
 memory.check_room = check_room
+serve.create_memory = partial(memory.create_memory, step_bytes=4096)
 from ec_store.__main__ import main
 main(["serve", sys.argv[1], "--port", "0"])
 """
@@ -203,14 +208,14 @@ def test_the_population_ends_with_its_memory(monkeypatch: pytest.MonkeyPatch) ->
     created = create_memory(64 * MIB)
     mapped = [map_memory(created.fd, created.size_bytes, write=False)]
     steps: list[int] = []
-    monkeypatch.setattr("ec_store.arena.memory._madvise", lambda *step: steps.append(step[1]))
+    monkeypatch.setattr(memory, "_madvise", lambda *step: steps.append(step[1]))
     started = threading.Event()
 
     def drop(_: float) -> None:
         assert started.wait(10)
         mapped.clear()
 
-    monkeypatch.setattr("ec_store.arena.memory.time.sleep", drop)
+    monkeypatch.setattr(time, "sleep", drop)
     thread = populate(mapped[0], write=False)
     started.set()
     thread.join(10)
@@ -234,21 +239,22 @@ def test_a_mapped_memory_has_huge_pages() -> None:
 
 
 @pytest.mark.parametrize(
-    ("refused", "slow_s", "pages"),
+    ("refused", "took_s", "pages"),
     [
-        (None, 60.0, "huge pages of 2 MiB"),
-        (MADV_COLLAPSE, 60.0, "pages of 4 KiB"),
-        (None, 0.0, "pages of 4 KiB"),  # only the first step has huge ones
+        (None, HUGE_STEP_S - 0.25, "huge pages of 2 MiB"),
+        (MADV_COLLAPSE, 0.0, "pages of 4 KiB"),
+        (None, HUGE_STEP_S, "pages of 4 KiB"),  # only the first step has huge ones
     ],
 )
 def test_a_memory_has_huge_pages_where_the_kernel_gives_them_soon(
-    monkeypatch: pytest.MonkeyPatch, refused: int | None, slow_s: float, pages: str
+    monkeypatch: pytest.MonkeyPatch, refused: int | None, took_s: float, pages: str
 ) -> None:
+    now_s = count(0, took_s)
     monkeypatch.setattr(memory, "_madvise", lambda *call: -(call[2] == refused))
-    monkeypatch.setattr(memory, "HUGE_STEP_S", slow_s)
-
     # No multiple of 2 MiB: none is reserved for it.
-    created = create_memory(8 * MIB - 4096, step_bytes=2 * MIB)
+    with monkeypatch.context() as slow:
+        slow.setattr(time, "monotonic", lambda: next(now_s))
+        created = create_memory(8 * MIB - 4096, step_bytes=2 * MIB)
     try:
         assert created.pages == pages
         assert os.fstat(created.fd).st_blocks * 512 == created.size_bytes

@@ -274,11 +274,8 @@ async def test_a_host_has_half_of_the_connections(
 
 
 @pytest.mark.fault(151)
-async def test_a_connection_without_a_first_request_is_closed(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ec_store.arena.server.HELLO_S", 0.05)
-    async with remote_host(path) as host:
+async def test_a_connection_without_a_first_request_is_closed(path: Path) -> None:
+    async with remote_host(path, hello_s=0.05) as host:
         reader, writer = await asyncio.open_connection("127.0.0.1", host.port)
         async with asyncio.timeout(10):
             assert await reader.read() == b""

@@ -17,6 +17,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from ec_store.arena import connection as connections
 from ec_store.arena import peers
 from ec_store.arena.connection import ArenaConnection
 from ec_store.arena.protocol import (
@@ -543,7 +544,7 @@ def test_a_release_does_not_wait_for_a_server_that_reads_nothing(
     store.put(key(), sized(MIB))
     found = store.get(key())
     with monkeypatch.context() as full:
-        full.setattr("ec_store.arena.connection._has_event", lambda *_: False)
+        full.setattr(connections, "_has_event", lambda *_: False)
         del found
     assert stats(path).memory.pinned_bytes == MIB
     store.lookup([key()])

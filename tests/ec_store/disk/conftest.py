@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ec_store.disk import ledger, tree
+from ec_store.disk import ledger
 from ec_store.disk.eviction_policy import taken_bytes
 from ec_store.disk.files import Folder
 from ec_store.disk.store import SharedDiskStore
@@ -16,12 +16,6 @@ from tests.ec_store.disk.on_disk import files, opened
 def store(root: Path) -> Iterator[SharedDiskStore]:
     with opened(root) as store:
         yield store
-
-
-@pytest.fixture
-def staging_is_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take each file that is about to replace another one as left by a crash."""
-    monkeypatch.setattr(tree, "STAGING_S", -1)
 
 
 @pytest.fixture(autouse=True)

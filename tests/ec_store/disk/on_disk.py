@@ -1,11 +1,14 @@
 """Files of a store on a shared disk."""
 
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from ec_store import EntryKey
 from ec_store.disk import tree
@@ -36,6 +39,16 @@ def folder_of(root: Path) -> Folder:
 def age(path: Path, seconds: float) -> None:
     then = path.lstat().st_mtime - seconds
     os.utime(path, (then, then), follow_symlinks=False)
+
+
+@contextmanager
+def later(seconds: float) -> Iterator[None]:
+    """Let the clocks of this process be ahead."""
+    wall, monotonic = time.time, time.monotonic
+    with pytest.MonkeyPatch.context() as clocks:
+        clocks.setattr(time, "time", lambda: wall() + seconds)
+        clocks.setattr(time, "monotonic", lambda: monotonic() + seconds)
+        yield
 
 
 def entries_bytes(root: Path) -> int:

@@ -16,9 +16,10 @@ from ec_store.base import LONGEST_CLAIM_S
 from ec_store.disk import claims as disk_claims
 from ec_store.disk import lock as locks
 from ec_store.disk.store import SharedDiskStore
+from ec_store.disk.tree import STAGING_S
 from ec_store.testing.claims import running
 from ec_store.testing.stores import key
-from tests.ec_store.disk.on_disk import age, opened
+from tests.ec_store.disk.on_disk import age, later, opened
 from tests.support.once import before_next
 
 FORK = multiprocessing.get_context("fork")
@@ -155,18 +156,17 @@ def test_a_claim_from_the_future_is_ignored(root: Path, store: SharedDiskStore) 
     assert store.claim([key()], "a", 30) == [True]
 
 
-@pytest.mark.usefixtures("staging_is_old")
 def test_claims_that_ended_are_swept_and_others_are_not(root: Path, store: SharedDiskStore) -> None:
-    store.claim([key(name) for name in ("ended", "live")], "a", 30)
-    age(file_of(root, key("ended")), 31)
+    store.claim([key(name) for name in ("ended", "live")], "a", 300)
+    age(file_of(root, key("ended")), 300 - STAGING_S)
     (root / "claims" / f".{key().digest}.tmp").symlink_to("left by a crash")
     (root / "claims" / "README").write_text("not a claim")
-    store.evict()
+    with later(STAGING_S + 1):
+        store.evict()
 
     assert names(root) == {key("live").digest, "README"}
 
 
-@pytest.mark.usefixtures("staging_is_old")
 def test_a_claimer_killed_at_any_instruction_blocks_no_other(root: Path) -> None:
     chance = random.Random(1)  # noqa: S311
 
@@ -184,7 +184,8 @@ def test_a_claimer_killed_at_any_instruction_blocks_no_other(root: Path) -> None
             while store.claim([key()], "b", 30) != [True]:
                 assert time.monotonic() < deadline
             store.release([key()], "b")
-        store.evict()
+        with later(STAGING_S + 1):
+            store.evict()
 
     assert names(root) == set()
 

@@ -14,12 +14,12 @@ import pytest
 
 from ec_store import StoreUnavailable
 from ec_store.disk import store as disk_store
-from ec_store.disk import tree
 from ec_store.disk.entry_files import write_entry
 from ec_store.disk.eviction_policy import taken_bytes
 from ec_store.disk.store import SharedDiskStore
+from ec_store.disk.tree import STAGING_S
 from ec_store.testing.stores import key, sized
-from tests.ec_store.disk.on_disk import age, entries_bytes, files, opened, path_of
+from tests.ec_store.disk.on_disk import age, entries_bytes, files, later, opened, path_of
 
 KILLS = 60
 QUOTA = 8 * 2**20
@@ -145,9 +145,7 @@ def die_before_call(number: int) -> None:
 
 
 @pytest.mark.fault(23)
-def test_name_that_a_killed_writer_gave_a_replacement_is_removed(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_name_that_a_killed_writer_gave_a_replacement_is_removed(root: Path) -> None:
     def replace() -> None:
         with opened(root) as other:
             vars(os)["rename"] = lambda *_, **__: die()
@@ -157,10 +155,11 @@ def test_name_that_a_killed_writer_gave_a_replacement_is_removed(
         store.put(key(), sized(1000))
         killed(replace)
         assert len(leftovers(root)) == 1
-        store.sweep()
+        with later(STAGING_S - 10):
+            store.sweep()
         assert len(leftovers(root)) == 1  # its writer may be about to rename it
-        monkeypatch.setattr(tree, "STAGING_S", -1)
-        store.sweep()
+        with later(STAGING_S + 1):
+            store.sweep()
 
         assert files(root, "entries") == [path_of(root, key())]
         assert store.stats().bytes == entries_bytes(root)
@@ -169,7 +168,6 @@ def test_name_that_a_killed_writer_gave_a_replacement_is_removed(
 @pytest.mark.full
 @pytest.mark.fault(23)
 @pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.usefixtures("staging_is_old")
 def test_process_that_dies_before_any_call_leaves_no_wrong_byte_and_no_charge(
     root: Path, operation: str
 ) -> None:
@@ -197,7 +195,8 @@ def test_process_that_dies_before_any_call_leaves_no_wrong_byte_and_no_charge(
                     sized(length, n).data.tobytes() for length in (7000, 9000)
                 }
             assert store.put(key("after"), sized(10)) is True
-            store.sweep()
+            with later(STAGING_S + 1):
+                store.sweep()
             assert not leftovers(root)
             assert store.stats().bytes == entries_bytes(root)
             assert store.stats().corrupt == 0

@@ -12,10 +12,19 @@ from typing import Any
 import pytest
 
 from ec_store import StoreUnavailable
-from ec_store.disk import entry_files, housekeeping, ledger
+from ec_store.disk import entry_files, ledger
+from ec_store.disk.housekeeping import USELESS_S
 from ec_store.disk.store import SharedDiskStore
 from ec_store.testing.stores import assert_same, key, sized
-from tests.ec_store.disk.on_disk import age, entries_bytes, files, folder_of, opened, path_of
+from tests.ec_store.disk.on_disk import (
+    age,
+    entries_bytes,
+    files,
+    folder_of,
+    later,
+    opened,
+    path_of,
+)
 from tests.small_disk import small_disk
 
 pytestmark = pytest.mark.fault(91)
@@ -210,7 +219,6 @@ def test_writes_that_no_eviction_helps_do_not_empty_the_store(
             assert 0 < evicted < 10
             assert {fail_to_put(number) for number in range(1, 9)} == {evicted}
 
-            patched.setattr(housekeeping, "USELESS_S", 0.0)
-            store._keeper.record_useless()  # noqa: SLF001 - begins the shorter time
-            assert fail_to_put(9) > evicted
+            with later(USELESS_S):
+                assert fail_to_put(9) > evicted
         assert store.put(key("new"), sized(100)) is True

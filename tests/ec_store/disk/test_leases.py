@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ec_store import StoreUnavailable
+from ec_store import EntryKey, StoreUnavailable
 from ec_store.disk import housekeeping, ledger
 from ec_store.disk import store as disk_store
 from ec_store.disk.files import Folder
@@ -18,6 +18,7 @@ from ec_store.disk.leases import (
     sweep_leases,
 )
 from ec_store.disk.store import SharedDiskStore
+from ec_store.disk.tree import AHEAD_S
 from ec_store.testing.stores import another_release, assert_same, entry, key, sized
 from tests.ec_store.disk.on_disk import age, entries_bytes, files, opened, path_of
 from tests.support.once import after_next, before_next
@@ -109,14 +110,14 @@ def test_a_lease_that_comes_while_its_entry_is_evicted_keeps_it(
         assert store.stats().bytes == entries_bytes(root)
 
 
-@pytest.fixture
-def leases_are_no_uses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Record no further uses, as within a second of the last one: an evictor sees only leases."""
-    monkeypatch.setattr(disk_store, "TOUCH_EVERY_S", 1e9)
+def put_just_used(root: Path, store: SharedDiskStore, *keys: EntryKey) -> None:
+    """Store entries of which no further use is recorded: an evictor sees only their leases."""
+    for each in keys:
+        store.put(each, entry())
+        age(path_of(root, each), -AHEAD_S / 2)
 
 
 @pytest.mark.fault(29)
-@pytest.mark.usefixtures("leases_are_no_uses")
 def test_evictor_looks_for_leases_again_after_it_has_locked_its_victims(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,8 +125,7 @@ def test_evictor_looks_for_leases_again_after_it_has_locked_its_victims(
         assert other.lease([key("leased")], 60)[0] is not None
 
     with opened(root) as store, opened(root) as other:
-        for name in ("leased", "old"):
-            store.put(key(name), entry())
+        put_just_used(root, store, key("leased"), key("old"))
         store.configure(max_bytes=1)
         before_next(monkeypatch, housekeeping, "try_lock", lease)
 
@@ -135,7 +135,6 @@ def test_evictor_looks_for_leases_again_after_it_has_locked_its_victims(
 
 
 @pytest.mark.fault(29)
-@pytest.mark.usefixtures("leases_are_no_uses")
 def test_lease_of_an_entry_that_is_evicted_meanwhile_is_a_miss(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,7 +142,7 @@ def test_lease_of_an_entry_that_is_evicted_meanwhile_is_a_miss(
         assert other.evict() == 1
 
     with opened(root) as store, opened(root) as other:
-        store.put(key(), entry())
+        put_just_used(root, store, key())
         other.configure(max_bytes=1)
         before_next(monkeypatch, disk_store, "try_lock", evict)
 
@@ -152,7 +151,6 @@ def test_lease_of_an_entry_that_is_evicted_meanwhile_is_a_miss(
 
 
 @pytest.mark.fault(29)
-@pytest.mark.usefixtures("leases_are_no_uses")
 def test_entry_that_is_being_leased_is_not_evicted(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,7 +158,7 @@ def test_entry_that_is_being_leased_is_not_evicted(
         assert other.evict() == 0
 
     with opened(root) as store, opened(root) as other:
-        store.put(key(), entry())
+        put_just_used(root, store, key())
         other.configure(max_bytes=1)
         before_next(monkeypatch, disk_store, "add_lease", evict)
 
@@ -168,7 +166,6 @@ def test_entry_that_is_being_leased_is_not_evicted(
         assert store.get(key()) is not None
 
 
-@pytest.mark.usefixtures("leases_are_no_uses")
 def test_entry_that_is_being_evicted_is_not_leased(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,7 +173,7 @@ def test_entry_that_is_being_evicted_is_not_leased(
         assert other.lease([key()], 60) == [None]
 
     with opened(root) as store, opened(root) as other:
-        store.put(key(), entry())
+        put_just_used(root, store, key())
         store.configure(max_bytes=1)
         before_next(monkeypatch, ledger, "remove_locked", lease)
 

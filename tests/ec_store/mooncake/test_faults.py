@@ -1,6 +1,7 @@
 """Faults of Mooncake: the master, segments, the client's process, and what is stored."""
 
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -259,7 +260,7 @@ def test_a_client_that_cannot_be_started_is_started_later(
     tier = open_tier(master.url(f"{SEGMENT}&prefix=unstarted"))
     refused = Mock(side_effect=BlockingIOError("no more processes"))
     with monkeypatch.context() as patched:
-        patched.setattr("ec_store.mooncake.program.subprocess.Popen", refused)
+        patched.setattr(subprocess, "Popen", refused)
         running(tier.client.program).process.kill()
         until(lambda: refused.called)
     until(lambda: tier.client.program.starts == 2)

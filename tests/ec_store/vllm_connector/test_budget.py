@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable
 from importlib import import_module
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -135,9 +134,7 @@ def test_step_waits_once_for_a_store_that_hangs(
         now_s[0] += seconds
 
     monkeypatch.setattr(scheduler.fetcher, "wait_for_result", wait)
-    monkeypatch.setattr(
-        "ec_store.vllm_connector.consumer.time", SimpleNamespace(monotonic=lambda: now_s[0])
-    )
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
     first, second = scheduler.request("1", "a"), scheduler.request("2", "b")
     assert scheduler.step(first, second) == []
     assert waited_s == [0.5]

@@ -27,14 +27,6 @@ ROWS = 1024
 """Rows of an entry of 1 MiB."""
 
 
-@pytest.fixture
-def host(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return the module of the host's memory. Its threads look often."""
-    del vllm  # requested first: it skips without vLLM
-    monkeypatch.setattr(importlib.import_module("ec_store.engine.threads"), "PERIOD_S", 0.005)
-    return importlib.import_module("ec_store.engine.host_memory")
-
-
 class Server:
     """Server on a path, which can be stopped and started again.
 
@@ -83,14 +75,15 @@ def server(tmp_path: Path) -> Iterator[Server]:
 class Ranks:
     """Workers of a consumer in this process, each with a connection of its own."""
 
-    def __init__(self, host: Any, server: Server, count: int, engine: str) -> None:
+    def __init__(self, server: Server, count: int, engine: str) -> None:
+        host_memory = importlib.import_module("ec_store.engine.host_memory")
         tensors = importlib.import_module("ec_store.engine.tensors")
         backchannel = importlib.import_module("ec_store.engine.backchannel")
         self.loaders = [tensors.Loader(number) for number in range(count)]
         path = ArenaOptions(server.url.removeprefix("shm://").partition("?")[0], timeout_s=10)
         self.stores = [ArenaStore(path, "reader") for _ in self.loaders]
         self.hosts = [
-            host.HostMemory(store, loader, backchannel.Sender(engine))
+            host_memory.HostMemory(store, loader, backchannel.Sender(engine))
             for store, loader in zip(self.stores, self.loaders, strict=True)
         ]
 
@@ -112,14 +105,14 @@ Start = Callable[[int], tuple[Any, Ranks]]
 
 
 @pytest.fixture
-def start(vllm: Any, host: Any, server: Server) -> Iterator[Start]:
+def start(vllm: Any, server: Server) -> Iterator[Start]:
     """Return a function that starts the scheduler's connector and ranks of a consumer."""
     with ExitStack() as closing:
 
         def start(count: int) -> tuple[Any, Ranks]:
             with vllm.ranks(count), vllm.role("ec_consumer"):
                 connector = vllm.connector({"store": server.url})
-            ranks = Ranks(host, server, count, vllm.engine)
+            ranks = Ranks(server, count, vllm.engine)
             closing.callback(connector.shutdown)
             closing.callback(ranks.close)
             for number in range(count):
@@ -317,13 +310,14 @@ class Device:
         registered: ranges of addresses.
     """
 
-    def __init__(self, host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        host_memory = importlib.import_module("ec_store.engine.host_memory")
         torch = importlib.import_module("torch")
         self.registered: list[range] = []
         self.allowed = threading.Semaphore(0)
         self.fake = importlib.import_module("tests.fake_accelerator").FakeAccelerator(monkeypatch)
         self.fake.move_here()
-        monkeypatch.setattr(host, "register", self._register)
+        monkeypatch.setattr(host_memory, "register", self._register)
         monkeypatch.setattr(torch.Tensor, "is_pinned", lambda one: self.has(one.data_ptr()))
 
     def has(self, address: int) -> bool:
@@ -337,9 +331,9 @@ class Device:
 
 
 @pytest.fixture
-def device(vllm: Any, host: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
-    del vllm
-    device = Device(host, monkeypatch)
+def device(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    del vllm  # requested first: it skips without vLLM
+    device = Device(monkeypatch)
     yield device
     device.allowed.release(100)
 
@@ -450,9 +444,8 @@ class Producing:
 
 @pytest.fixture
 def producing(
-    vllm: Any, host: Any, server: Server, monkeypatch: pytest.MonkeyPatch
+    vllm: Any, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[], Producing]]:
-    del host
     with ExitStack() as closing:
 
         def make() -> Producing:

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ec_store.arena import memory
 from ec_store.arena.url import arena_options
 from epd.routing.instances import Role
 from epd.routing.urls import named_events_address
@@ -25,6 +26,7 @@ from epd.tools.up.platforms import CPU, CUDA, XPU, detect_platform
 from epd.tools.up.settings import FleetSettings
 from epd.tools.up.topology import Topology
 from tests.examples import scaled
+from tests.support.own_sockets import use_own_sockets
 
 STORE = "file:///ec"
 TWO = MappingProxyType({"CUDA_VISIBLE_DEVICES": "0,1"})
@@ -499,9 +501,7 @@ def test_a_shell_parses_a_servers_line_unchanged(args: list[str], environ: dict[
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Return the runtime folder of this user, in a temporary one with a short path."""
     with tempfile.TemporaryDirectory() as folder:
-        monkeypatch.setattr("ec_store.arena.sockets.SYSTEM", Path(folder) / "ec-store")
-        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
-        yield Path(folder) / "ec-store"
+        yield use_own_sockets(Path(folder), monkeypatch)
 
 
 def test_fleets_of_one_user_have_sockets_of_their_own(runtime: Path) -> None:
@@ -527,7 +527,7 @@ def test_fleets_of_one_user_have_sockets_of_their_own(runtime: Path) -> None:
 def test_the_default_memory_is_an_eighth_of_what_is_left(
     monkeypatch: pytest.MonkeyPatch, left: int | None, size_mib: int
 ) -> None:
-    monkeypatch.setattr("ec_store.arena.memory.available_bytes", lambda: left)
+    monkeypatch.setattr(memory, "available_bytes", lambda: left)
 
     assert memory_url(Path("/x"), None) == f"shm:///x/arena.sock?max_bytes={size_mib}MiB"
 
