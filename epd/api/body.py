@@ -218,13 +218,26 @@ def parse_object(raw: bytes | bytearray) -> dict[str, Any]:
     return body
 
 
-def parse_json(raw: bytes | bytearray) -> Any:
+def parse_json(
+    raw: bytes | bytearray,
+    *,
+    max_containers: int = MAX_CONTAINERS,
+    max_values: int = MAX_VALUES,
+) -> Any:
     """Return the value in a JSON body. Raise `BadRequest` if it is invalid or exceeds a limit."""
+
+    def has_too_many(json: bytes | bytearray) -> bool:
+        # Each value but the first follows a comma or a bracket.
+        if len(json) <= max_containers:
+            return False
+        containers = json.count(b"[") + json.count(b"{")
+        return containers > max_containers or containers + json.count(b",") >= max_values
+
     # Before memory is allocated for the values. Text may contain commas and brackets too: if there
     # are many, those in strings do not count.
-    if _count_too_many(raw) and _count_too_many(_without_strings(raw)):
+    if has_too_many(raw) and has_too_many(_without_strings(raw, max_values)):
         raise BadRequest(
-            f"the body has more than {MAX_CONTAINERS} lists and objects or {MAX_VALUES} values",
+            f"the body has more than {max_containers} lists and objects or {max_values} values",
             slug="invalid_json",
         )
     # Garbage collection would visit all parsed values several times, and free nothing.
@@ -262,22 +275,14 @@ def _loads(raw: bytes | bytearray) -> Any:
         ) from None
 
 
-def _count_too_many(json: bytes | bytearray) -> bool:
-    """Return whether there are too many values: each but the first follows a comma or a bracket."""
-    if len(json) <= MAX_CONTAINERS:
-        return False
-    containers = json.count(b"[") + json.count(b"{")
-    return containers > MAX_CONTAINERS or containers + json.count(b",") >= MAX_VALUES
-
-
-def _without_strings(raw: bytes | bytearray) -> bytes:
+def _without_strings(raw: bytes | bytearray, max_values: int) -> bytes:
     """Return JSON without the contents of its strings.
 
     A value has at most four quotation marks, including those of its key. Text after the maximum
     number of marks stays unchanged: a body of only quotation marks would become too many pieces.
     """
     quotes = raw.replace(rb"\\", b"").replace(rb"\"", b"")
-    pieces = quotes.split(b'"', 4 * MAX_VALUES)
+    pieces = quotes.split(b'"', 4 * max_values)
     return b"".join(pieces[::2])
 
 

@@ -63,6 +63,7 @@ class Addresses:
     """Connects to hosts by name. Belongs to one event loop."""
 
     def __init__(self) -> None:
+        self.renewed_s = RENEWED_S
         self.unused_s = UNUSED_S
         self.missing_s = MISSING_S
         self._loop = asyncio.get_running_loop()
@@ -138,7 +139,7 @@ class Addresses:
                     next="its last addresses are used",
                 )
         finally:
-            known.renew_s = self._loop.time() + RENEWED_S if known.addresses else 0.0
+            known.renew_s = self._loop.time() + self.renewed_s if known.addresses else 0.0
             known.look_up = None
 
     def _look_up(self, host: Host) -> asyncio.Future[Sequence[Address]]:

@@ -278,16 +278,13 @@ def values(value: object) -> tuple[int, int, int]:
 )
 def test_values_in_strings_are_not_counted(value: object) -> None:
     every, containers, empty = values(value)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(body, "MAX_CONTAINERS", 2)
-        patch.setattr(body, "MAX_VALUES", 6)
-        try:
-            body.parse_json(orjson.dumps(value))
-        except BadRequest:
-            assert containers > 2 or every + empty > 6
-        else:
-            assert containers <= 2
-            assert every <= 6
+    try:
+        body.parse_json(orjson.dumps(value), max_containers=2, max_values=6)
+    except BadRequest:
+        assert containers > 2 or every + empty > 6
+    else:
+        assert containers <= 2
+        assert every <= 6
 
 
 @pytest.mark.fault(49)

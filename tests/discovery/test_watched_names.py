@@ -1,6 +1,5 @@
 """Instances by DNS name, with a real DNS server: how its answers change the membership."""
 
-import asyncio
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -9,14 +8,17 @@ from typing import Any
 
 import pytest
 
-from epd.discovery import watched_names
-from epd.discovery.watched_names import DnsState
-from epd.routing.instances import Role
+from epd.discovery.dns import DnsNames
+from epd.discovery.watched_names import DnsState, WatchedNames
+from epd.routing.instances import Instance, Role
+from epd.routing.registry import Registry
+from epd.routing.table import InstanceTable
+from epd.upstream import Upstream
 from tests.certificates import Authority
 from tests.discovery.name_server import NameServer
 from tests.requests import image, request, text
 from tests.support.fake_instance import FakeInstance, encodes
-from tests.support.fleet import Fleet, Launch, until
+from tests.support.fleet import Fleet, Launch
 
 
 def test_addresses_are_kept_while_lookups_fail_and_for_a_while_when_empty() -> None:
@@ -49,11 +51,6 @@ async def server() -> AsyncIterator[NameServer]:
         yield server
 
 
-@pytest.fixture(autouse=True)
-def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watched_names, "LOOK_UP_S", 0.05)
-
-
 @asynccontextmanager
 async def discovering(
     launch: Launch, server: NameServer, port: int, **config: Any
@@ -66,44 +63,37 @@ async def discovering(
         yield fleet
 
 
-async def sees(fleet: Fleet, role: Role, urls: set[str]) -> None:
-    async def live() -> set[str]:
-        async with fleet.http.get(f"{fleet.url}/instances") as reply:
-            page = await reply.json()
-            return {*page[role]["live"], *page[role]["evicted"]}
+async def test_membership_follows_the_name_and_survives_its_failures(server: NameServer) -> None:
+    table, look_up = InstanceTable(), DnsNames(server.address).resolve_addresses
+    async with Upstream.connect() as upstream:
+        service = Instance(Role.ENCODE, "http://e.svc:8000")
+        names = WatchedNames([service], look_up, Registry(table), upstream)
 
-    async with asyncio.timeout(20):
-        while await live() != urls:  # noqa: ASYNC110 - the proxy sets no event
-            await asyncio.sleep(0.02)
+        async def urls() -> set[str]:
+            await names.look()
+            return {instance.url for instance in table.of_roles(Role.ENCODE)}
+
+        both = {"http://127.0.0.1:8000", "http://127.0.0.2:8000"}
+        server.addresses = {"e.svc": ["127.0.0.1"]}
+        assert await urls() == {"http://127.0.0.1:8000"}
+        server.addresses = {"e.svc": ["127.0.0.1", "127.0.0.2"]}
+        assert await urls() == both
+        server.failing = True
+        assert await urls() == both
+        server.failing, server.addresses = False, {}
+        assert await urls() == both
+        server.addresses = {"e.svc": ["127.0.0.2"]}
+        assert await urls() == {"http://127.0.0.2:8000"}
 
 
-async def asked_again(server: NameServer) -> None:
-    """Wait until the proxy has applied a DNS answer to a query sent after this call."""
-    asked = server.asked
-    await until(lambda: server.asked > asked + 4, 20)
-
-
-async def test_membership_follows_the_name_and_survives_its_failures(
+async def test_a_name_is_looked_up_before_the_first_request(
     launch: Launch, server: NameServer
 ) -> None:
     async with FakeInstance(encodes).running() as encode:
-        port = int(encode.url.rpartition(":")[2])
         server.addresses = {"e.svc": ["127.0.0.1"]}
-        async with discovering(launch, server, port) as fleet:
-            await sees(fleet, Role.ENCODE, {encode.url})  # at once: no request finds the role empty
+        async with discovering(launch, server, int(encode.url.rpartition(":")[2])) as fleet:
             assert (await fleet.chat(request(image(), text())))[0] == 200
             assert len(encode.calls) == 1
-            server.addresses = {"e.svc": ["127.0.0.1", "127.0.0.2"]}
-            both = {encode.url, f"http://127.0.0.2:{port}"}
-            await sees(fleet, Role.ENCODE, both)
-            server.failing = True
-            await asked_again(server)
-            await sees(fleet, Role.ENCODE, both)
-            server.failing, server.addresses = False, {}
-            await asked_again(server)
-            await sees(fleet, Role.ENCODE, both)
-            server.addresses = {"e.svc": ["127.0.0.2"]}
-            await sees(fleet, Role.ENCODE, both - {encode.url})
 
 
 async def test_the_certificate_of_an_address_is_its_names(
@@ -132,7 +122,6 @@ async def test_the_certificate_of_an_address_is_its_names(
                 encode_balance="round_robin",
             )
         )
-        await sees(fleet, Role.ENCODE, {right.url, wrong.url})
         for number in range(4):
             status, _ = await fleet.chat(request(image(str(number).encode()), text()))
             assert status == 200

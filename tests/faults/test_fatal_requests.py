@@ -11,7 +11,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 
 from epd.edge.drain import DRAIN
-from epd.routing import fatal
 from epd.routing.instances import Role
 from epd.server.app_keys import TABLE
 from epd.ui.state import metric_totals
@@ -510,23 +509,22 @@ async def test_decode_encodes_for_a_request_in_quarantine_while_its_encode_insta
 
 @pytest.mark.parametrize("role", ["encode", "prefill"])
 async def test_no_other_stage_serves_a_request_in_quarantine_whose_only_instance_died_of_such(
-    launch: Launch, role: str, monkeypatch: pytest.MonkeyPatch
+    launch: Launch, role: str
 ) -> None:
-    """Three deaths of one instance are counted here although they are not 10 s apart."""
-    monkeypatch.setattr(fatal, "SAME_DEATH_S", -1.0)
     encode, prefill = (1, 0) if role == "encode" else (0, 1)
-    async with launch(encode, prefill, 2, on_prefill_failure="local", probe_interval_s=60) as fleet:
+    async with launch(encode, prefill, 4, on_prefill_failure="local", probe_interval_s=60) as fleet:
         [only] = getattr(fleet, role)
-        only.chat = drops
 
         def poison(number: int) -> dict[str, Any]:
             return request(text(f"poison {number}"), *[image(b"%d" % number)] * encode)
 
-        for number in range(3):
-            await outcome(fleet, poison(number))
+        poisoned(*fleet.decode)
+        assert await outcome(fleet, poison(0)) == KILLED  # by two decode instances
+        only.chat = drops
+        await outcome(fleet, poison(1))
         await only.stop_listening()
         before = sent(fleet.decode)
-        for number in range(3, 6):
+        for number in range(2, 5):
             assert await outcome(fleet, poison(number)) == KILLED
 
         assert sent(fleet.decode) == before

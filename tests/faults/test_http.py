@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from epd.server import intake
 from tests.faults.client_bytes import LONG_HEAD, NOT_HTTP, SECRET, START, chat, send_all
 from tests.requests import image, request, text
 from tests.support.fake_instance import after, decodes
@@ -394,7 +395,7 @@ async def test_a_request_behind_a_declined_upgrade_is_not_a_begun_head() -> None
 @pytest.fixture
 def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Judge the rate of a body soon after its start."""
-    monkeypatch.setattr("epd.server.intake.GRACE_S", 0.3)
+    monkeypatch.setattr(intake, "GRACE_S", 0.3)
 
 
 @pytest.mark.fault(47)
@@ -433,18 +434,20 @@ async def _send(writer: asyncio.StreamWriter, part: bytes, pause_s: float) -> No
 
 @pytest.mark.fault(46)
 @pytest.mark.parametrize("closed", [False, True], ids=["keep-alive", "close"])
-async def test_a_client_that_does_not_read_a_whole_answer_is_cut_off(
-    monkeypatch: pytest.MonkeyPatch, closed: bool
-) -> None:
-    if closed:  # the rest fits into the buffer, and close waits until it is read
-        monkeypatch.setattr("epd.edge.protocol.WRITE_BUFFER_BYTES", 10**9)
-
+async def test_a_client_that_does_not_read_a_whole_answer_is_cut_off(closed: bool) -> None:
     async def answers(_: web.Request, __: dict[str, Any]) -> web.Response:
         return web.json_response({"choices": ["x" * 40_000_000]})
 
     async with launch(write_timeout_s=0.5) as fleet:
         fleet.d.chat = answers
+        server = fleet.runner.server
+        assert server is not None
         async with connected(fleet.url) as (reader, writer):
+            if closed:  # the rest fits into the buffer, and close waits until it is read
+                await until(lambda: server.connections)
+                [connection] = server.connections
+                assert connection.transport is not None
+                connection.transport.set_write_buffer_limits(high=10**9)
             writer.write(post(chat(), Connection="close" if closed else "keep-alive"))
             await until(lambda: fleet.events.requests)
             await asyncio.sleep(1)  # the proxy has written the answer and given up sending

@@ -5,15 +5,17 @@ from typing import Any
 
 import pytest
 
+from epd.errors import ProxyError
+from epd.server import api_routes
 from tests.requests import request, text
-from tests.support import invariants
 from tests.support.fake_instance import hangs
 from tests.support.fleet import Fleet, Launch, until
+from tests.support.invariants import WatchedLaunch
 
 
-@pytest.fixture(autouse=True)
-def grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(invariants, "GRACE_S", 0.2)
+@pytest.fixture
+def launch() -> Launch:
+    return WatchedLaunch(grace_s=0.2)
 
 
 async def test_open_upstream_requests_are_detected(launch: Launch) -> None:
@@ -50,7 +52,7 @@ async def test_a_leftover_file_is_detected(launch: Launch) -> None:
 async def test_an_error_in_another_shape_is_noticed(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("epd.errors.ProxyError.body", lambda _: b'{"detail": "no"}')
+    monkeypatch.setattr(ProxyError, "body", lambda _: b'{"detail": "no"}')
     async with launch() as fleet:
         with pytest.raises(AssertionError, match="detail"):
             await fleet.chat(b"{")
@@ -64,7 +66,7 @@ async def test_a_bug_is_noticed(launch: Launch, monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(AssertionError, match="the proxy failed"):
             await fleet.chat(request(text()))
 
-    monkeypatch.setattr("epd.server.api_routes.read_request", bug)
+    monkeypatch.setattr(api_routes, "read_request", bug)
     with pytest.raises(AssertionError, match="internal_error"):
         async with launch() as fleet:
             await chat(fleet)

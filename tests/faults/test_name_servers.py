@@ -11,6 +11,7 @@ import dns.asyncresolver
 import pytest
 from structlog.testing import capture_logs
 
+from epd.http import pool
 from epd.http.addresses import Addresses
 from epd.media import fetch, names
 from tests.discovery.name_server import NameServer
@@ -20,10 +21,11 @@ from tests.support.fleet import Launch, until
 from tests.support.system_names import SystemNames
 
 
-@pytest.fixture(autouse=True)
-def renewed_at_each_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Look addresses up again at every use of known ones."""
-    monkeypatch.setattr("epd.http.addresses.RENEWED_S", 0.0)
+def renewing() -> Addresses:
+    """Return addresses that are looked up again at each use."""
+    addresses = Addresses()
+    addresses.renewed_s = 0.0
+    return addresses
 
 
 @asynccontextmanager
@@ -42,8 +44,9 @@ def named(url: str) -> str:
 @pytest.mark.fault(83)
 @pytest.mark.parametrize("fault", ["EAI_AGAIN", "EAI_NONAME", "hangs"])
 async def test_a_dns_outage_fails_no_request_and_takes_no_instance_down(
-    launch: Launch, system: SystemNames, fault: str
+    launch: Launch, system: SystemNames, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
+    monkeypatch.setattr(pool, "Addresses", renewing)
     async with launch() as up:
         urls = (named(up.d.url),)
         config: dict[str, Any] = {"probe_interval_s": 0.05}
@@ -66,7 +69,7 @@ async def test_a_dns_outage_fails_no_request_and_takes_no_instance_down(
 
 @pytest.mark.fault(83)
 async def test_addresses_follow_a_host_in_the_background(system: SystemNames) -> None:
-    addresses = Addresses()
+    addresses = renewing()
     async with listening() as port:
         (await addresses.connect("engine.test", port)).close()
         system.hanging = ""
@@ -82,7 +85,7 @@ async def test_addresses_follow_a_host_in_the_background(system: SystemNames) ->
 
 @pytest.mark.fault(83)
 async def test_a_failing_lookup_is_logged_once_and_its_end_too(system: SystemNames) -> None:
-    addresses = Addresses()
+    addresses = renewing()
     async with listening() as port:
 
         async def lookups(number: int) -> None:
@@ -108,7 +111,7 @@ async def test_a_failing_lookup_is_logged_once_and_its_end_too(system: SystemNam
 async def test_addresses_of_a_name_that_stays_missing_are_dropped(
     system: SystemNames,
 ) -> None:
-    addresses = Addresses()
+    addresses = renewing()
     async with listening() as port:
         (await addresses.connect("engine.test", port)).close()
         system.error = socket.EAI_NONAME

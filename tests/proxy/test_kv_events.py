@@ -1,6 +1,7 @@
 """KV events of fake instances, over real ZeroMQ sockets: what the proxy knows of their caches."""
 
 import asyncio
+import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -288,7 +289,7 @@ def test_settings_that_cannot_work_are_rejected(settings: dict[str, Any], said: 
 def test_a_missing_library_is_an_error_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [*unusable_files(config(**CONTENT))] == []
 
-    monkeypatch.setattr("epd.check.find_spec", lambda _: None)
+    monkeypatch.setitem(sys.modules, "zmq", None)
     [said] = unusable_files(config(**CONTENT))
     assert "pip install 'epd-proxy[kv-events]'" in said
     assert [*unusable_files(config(decode_balance="content"))] == []

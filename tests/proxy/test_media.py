@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ec_store import StoreUnavailable
+from ec_store.disk.store import SharedDiskStore
 from epd.request.warmup import Warmup
 from epd.server import app as proxy_app
 from tests.requests import Part, image, input_audio, request, text, video
@@ -43,6 +44,10 @@ async def forget(fleet: Fleet, uuid: str, key: str | None = None) -> tuple[int, 
     target = f"{fleet.url}/v1/media/{uuid}"
     async with fleet.http.delete(target, params={"model": "m"}, headers=headers) as reply:
         return reply.status, await reply.json()
+
+
+def has_no_room(*_: object, **__: object) -> bool:
+    raise StoreUnavailable("full")
 
 
 async def settled(backed: Backed) -> None:
@@ -270,16 +275,13 @@ async def test_a_media_name_is_dropped_if_its_new_picture_skips_the_encode(
 async def test_a_media_name_is_dropped_if_it_cannot_be_rewritten(
     launch: Launch, backed: Backed, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def put(*_: object, **__: object) -> bool:
-        raise StoreUnavailable("full")
-
     async with caching(launch, backed, url) as fleet:
         for content in (b"1", b"2"):
             await items_of(fleet, request(image(content)))
             await asyncio.gather(*backed.writes)
         await items_of(fleet, request(image(b"1", uuid="cat")))
         with monkeypatch.context() as full:
-            full.setattr("ec_store.disk.store.SharedDiskStore.put", put)
+            full.setattr(SharedDiskStore, "put", has_no_room)
             await items_of(fleet, request(image(b"2", uuid="cat")))
             assert (await fleet.chat(request(named("cat"))))[0] == 404
         await items_of(fleet, request(image(b"2", uuid="cat")))
@@ -302,15 +304,12 @@ async def test_a_name_forgotten_by_one_proxy_is_found_through_another(
 async def test_a_name_that_one_proxy_could_not_write_is_found_when_another_did(
     launch: Launch, backed: Backed, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def put(*_: object, **__: object) -> bool:
-        raise StoreUnavailable("full")
-
     async with caching(launch, backed, url) as one, caching(launch, backed, url) as other:
         for content in (b"1", b"2"):
             await push(one, image(content))
         await push(one, image(b"1", uuid="cat"))
         with monkeypatch.context() as full:
-            full.setattr("ec_store.disk.store.SharedDiskStore.put", put)
+            full.setattr(SharedDiskStore, "put", has_no_room)
             await items_of(one, request(image(b"2", uuid="cat")))
         assert (await one.chat(request(named("cat"))))[0] == 404
         await push(other, image(b"2", uuid="cat"))
@@ -361,7 +360,7 @@ async def test_a_slow_store_is_waited_for_and_then_a_503(
 
     async with caching(launch, backed, url, ec_store_budget_s=0.02) as fleet:
         await push(fleet, image(b"cat", uuid="cat"))
-        monkeypatch.setattr("ec_store.disk.store.SharedDiskStore.lookup", slow)
+        monkeypatch.setattr(SharedDiskStore, "lookup", slow)
         status, reply = await fleet.chat(request(named("cat")))
 
         assert status == (200 if slow_s < 1 else 503), reply

@@ -155,7 +155,7 @@ async def test_fetched_media_are_not_parsed_or_written_with_the_body(
         return written
 
     async with launch(**ALLOWED, decode_media="raw") as fleet:
-        monkeypatch.setattr("epd.api.body.orjson.dumps", measured)
+        monkeypatch.setattr(orjson, "dumps", measured)
         inline = data_url(b"y" * 60_000)
         status, _ = await fleet.chat(request(image(origin.url), image(inline), text()))
 

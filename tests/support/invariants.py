@@ -32,8 +32,9 @@ PYTHONS_WORDS = re.compile(r"Traceback|Error\(|object at 0x|has no attribute|Non
 class WatchedLaunch(Launch):
     """Starts fleets, and checks that each leaves nothing behind."""
 
-    def __init__(self) -> None:
+    def __init__(self, grace_s: float = GRACE_S) -> None:
         self._running = 0
+        self._grace_s = grace_s
 
     @asynccontextmanager
     async def __call__(
@@ -45,20 +46,21 @@ class WatchedLaunch(Launch):
         async with launched as fleet:
             fleet.http.trace_configs.append(checks_answers_of(fleet))
             yield fleet
-            await becomes(lambda: under_way(fleet), {})
-            await becomes(lambda: lost(fleet), 0)
+            await becomes(lambda: under_way(fleet), {}, self._grace_s)
+            await becomes(lambda: lost(fleet), 0, self._grace_s)
             errors = [event.error for event in fleet.events.requests]
             assert "internal_error" not in errors, errors
         self._running -= 1
         if self._running == 0:  # other fleets are still running, with requests of their own
-            await becomes(lambda: asyncio.all_tasks() - {*tasks, asyncio.current_task()}, set())
-            await becomes(lambda: _opened_since(files), [])
+            rest = {*tasks, asyncio.current_task()}
+            await becomes(lambda: asyncio.all_tasks() - rest, set(), self._grace_s)
+            await becomes(lambda: _opened_since(files), [], self._grace_s)
 
 
-async def becomes(found: Callable[[], object], expected: object) -> None:
+async def becomes(found: Callable[[], object], expected: object, within_s: float = GRACE_S) -> None:
     """Wait until the value is as expected; on timeout, fail with the value in the message."""
     with suppress(TimeoutError):
-        await until(lambda: found() == expected, GRACE_S)
+        await until(lambda: found() == expected, within_s)
     left = found()
     assert left == expected, left
 
