@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from ec_store import Entry
 from ec_store.testing.stores import entries
-from tests.compat.releases import Refused, Release
+from tests.compat.releases import Refused, Release, StoreProcess
 from tests.examples import scaled
 from tests.support.redis_server import RedisServer
 
@@ -115,20 +115,27 @@ def test_claims_leases_and_namespaces_in_redis_hold_for_the_other_release(
         assert other.call("lease", KEY, 60)
 
 
+def check_shared(store: StoreProcess, other: StoreProcess, *, shared: bool, refusal: str) -> None:
+    """Check that the other release reads an entry of the first, or is refused with the reason."""
+    assert store.call("put", KEY, ENTRY)
+    if shared:
+        assert other.call("get", KEY) == ENTRY
+    else:
+        with pytest.raises(Refused) as refused:
+            other.call("get", KEY)
+        assert refusal in str(refused.value)
+    assert store.call("get", KEY) == ENTRY
+
+
 def test_a_directory_is_shared_or_refused_by_its_format(pair: Pair, tmp_path: Path) -> None:
     owner, guest = pair
     url = f"file://{tmp_path}/store"
     theirs, mine = (release.value("ec_store.disk.config", "FORMAT") for release in pair)
 
+    refusal = FOLDER_REFUSED.format(theirs=theirs, mine=mine)
+
     with owner.store(url) as store, guest.store(url) as other:
-        assert store.call("put", KEY, ENTRY)
-        if theirs == mine:
-            assert other.call("get", KEY) == ENTRY
-        else:
-            with pytest.raises(Refused) as refused:
-                other.call("get", KEY)
-            assert FOLDER_REFUSED.format(theirs=theirs, mine=mine) in str(refused.value)
-        assert store.call("get", KEY) == ENTRY
+        check_shared(store, other, shared=theirs == mine, refusal=refusal)
     check_commands(guest, url, shared=theirs == mine, message="format version")
 
 
@@ -141,14 +148,8 @@ def test_memory_of_a_host_is_shared_or_refused_by_its_protocol(pair: Pair, tmp_p
         owner.store(url) as store,
         guest.store(url) as other,
     ):
-        assert store.call("put", KEY, ENTRY)
-        if theirs == mine:
-            assert other.call("get", KEY) == ENTRY
-        else:
-            with pytest.raises(Refused) as refused:
-                other.call("get", KEY)
-            assert MEMORY_REFUSED.format(theirs=theirs, mine=mine) in str(refused.value)
-        assert store.call("get", KEY) == ENTRY
+        refusal = MEMORY_REFUSED.format(theirs=theirs, mine=mine)
+        check_shared(store, other, shared=theirs == mine, refusal=refusal)
         check_commands(guest, url, shared=theirs == mine, message="run one release")
 
 

@@ -271,6 +271,15 @@ def terminals(model: Path) -> Iterator[Terminals]:
             made.close()
 
 
+def typed_in_order(page: str, typed: Terminals) -> Iterator[str]:
+    """Yield each command of a page after it has run, and before the next one runs."""
+    for command in commands(page):
+        act = action(command)
+        assert act is not None
+        act(typed, command)
+        yield command
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_every_command_is_run_or_named(page: str) -> None:
     assert len(commands(page)) > 8
@@ -280,10 +289,7 @@ def test_every_command_is_run_or_named(page: str) -> None:
 @pytest.mark.timeout(900)  # it starts engines as programs, which import vLLM
 def test_the_commands_of_the_readme_work_in_order(models: Path) -> None:
     with terminals(models / VISION) as typed:
-        for command in commands("README.md"):
-            act = action(command)
-            assert act is not None
-            act(typed, command)
+        for command in typed_in_order("README.md", typed):
             if command.startswith("epd top"):
                 assert "1epd" in typed.said
             elif command.startswith("ec-store stat"):
@@ -304,10 +310,7 @@ def test_the_commands_of_the_readme_work_in_order(models: Path) -> None:
 @pytest.mark.timeout(900)  # it starts engines as programs, which import vLLM
 def test_the_commands_of_five_minutes_work_in_order(models: Path) -> None:
     with terminals(models / VISION) as typed:
-        for command in commands("docs/index.md"):
-            act = action(command)
-            assert act is not None
-            act(typed, command)
+        for command in typed_in_order("docs/index.md", typed):
             if command.startswith("epd top"):
                 assert "1e1pd" in typed.said
             elif command.startswith("curl localhost:8000/instances"):

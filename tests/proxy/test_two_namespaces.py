@@ -1,6 +1,8 @@
 """Servers that write to two namespaces, as during an update of a model's encoder."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from epd.request.choices import RecentItems
 from tests.requests import image, png, request, text
 from tests.support.backed import BUDGET_S, Both, items_of, parts_of
 from tests.support.fake_instance import refuses
-from tests.support.fleet import Launch, until
+from tests.support.fleet import Fleet, Launch, until
 
 NAMESPACES = ("m@0:old", "m@0:new")
 PICTURE = image(png(100, 101))
@@ -45,21 +47,30 @@ class Server(Both):
         return await self.decodes(http, body)
 
 
-async def test_requests_that_encode_again_do_not_wait_for_each_other(
-    launch: Launch, store: Store, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each still has the claim that the other one needs."""
-    # Both would go to the server that has had the picture.
-    monkeypatch.setattr(RecentItems, "nearest_url", lambda *_: None)
+@asynccontextmanager
+async def updating(
+    launch: Launch, store: Store, url: str, folder: Path
+) -> AsyncIterator[tuple[Fleet, list[Server], asyncio.Event]]:
+    """Run the proxy before a server of each namespace; return the event that they wait for."""
     store.register_namespace("m", NAMESPACES[1])
     go = asyncio.Event()
-    both = [Server(store, tmp_path / "store", name, go) for name in NAMESPACES]
+    both = [Server(store, folder, name, go) for name in NAMESPACES]
     async with launch(
         servers=2, load_interval_s=0.05, ec_store=url, ec_store_budget_s=BUDGET_S
     ) as fleet:
         for instance, server in zip(fleet.decode, both, strict=True):
             instance.metrics, instance.chat = server.metrics, server.chat
         await until(lambda: all(server.scrapes > 1 for server in both))
+        yield fleet, both, go
+
+
+async def test_requests_that_encode_again_do_not_wait_for_each_other(
+    launch: Launch, store: Store, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each still has the claim that the other one needs."""
+    # Both would go to the server that has had the picture.
+    monkeypatch.setattr(RecentItems, "nearest_url", lambda *_: None)
+    async with updating(launch, store, url, tmp_path / "store") as (fleet, both, go):
         asked = []
         for _ in both:
             asked.append(asyncio.create_task(items_of(fleet, request(text(), PICTURE))))
@@ -75,15 +86,8 @@ async def test_a_claim_is_released_when_the_request_goes_to_a_consumer_of_anothe
     launch: Launch, store: Store, url: str, tmp_path: Path
 ) -> None:
     """The new consumer, which may take long, writes no entry for those that wait for the claim."""
-    store.register_namespace("m", NAMESPACES[1])
-    go, hangs = asyncio.Event(), asyncio.Event()
-    both = [Server(store, tmp_path / "store", name, go) for name in NAMESPACES]
-    async with launch(
-        servers=2, load_interval_s=0.05, ec_store=url, ec_store_budget_s=BUDGET_S
-    ) as fleet:
-        for instance, server in zip(fleet.decode, both, strict=True):
-            instance.metrics, instance.chat = server.metrics, server.chat
-        await until(lambda: all(server.scrapes > 1 for server in both))
+    hangs = asyncio.Event()
+    async with updating(launch, store, url, tmp_path / "store") as (fleet, both, go):
         asked = asyncio.create_task(items_of(fleet, request(text(), PICTURE)))
         await until(lambda: any(server.asked for server in both))
         first = next(number for number, server in enumerate(both) if server.asked)
