@@ -18,7 +18,7 @@ PORTS = ("port", "ec-store-port", "encode-port", "prefill-decode-port")
 
 def test_fleets_are_compared_with_plain_vllm(models: Path, tmp_path: Path) -> None:
     words = [
-        *(sys.executable, "-m", "tests.tools.bench.compared", "tests.e2e.forked_up"),
+        *(sys.executable, "-m", "tests.tools.bench.compare.compared", "tests.e2e.forked_up"),
         *("bench", "compare", "--model", str(models / VISION), "--scale", "small"),
         *("--arms", "plain", "epd", "--out", str(tmp_path), "--tolerance", "0.001"),
         *("--", "--device", "cpu"),

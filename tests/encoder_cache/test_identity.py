@@ -1,11 +1,22 @@
+"""Keys of media, of conversations, and of encoder outputs as engines report them."""
+
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.encoder_cache.identity import content_key, name_key, with_salt
+from epd.encoder_cache.identity import (
+    Identifiers,
+    OutputKey,
+    content_key,
+    conversation_key,
+    name_key,
+    with_salt,
+)
 from epd.errors import BadRequest
 from epd.media.parts import FRAMES, Inline
-from epd.tenants import Scope, Tenant
+from epd.tenants import ANONYMOUS, Scope, Tenant
 
 ALICE, BOB = Scope(Tenant("alice")), Scope(Tenant("bob"))
 CAT = Inline("image/png", b"YWJj")
@@ -140,3 +151,61 @@ def test_a_salt_that_vllm_would_not_take_is_refused(wrong: object) -> None:
 @pytest.mark.parametrize("body", [{}, {"cache_salt": "mine"}, {"cache_salt": 1}])
 def test_with_shared_isolation_the_body_is_unchanged(body: dict[str, object]) -> None:
     assert with_salt(body, Scope(None, b"secret")) == body
+
+
+def test_the_key_of_a_conversation_is_a_tenants_own_of_a_model_and_a_salt() -> None:
+    alice, bob = Scope(Tenant("alice")), Scope(Tenant("bob"))
+    keys = {
+        conversation_key(scope, body, name)
+        for scope in (alice, bob, Scope(ANONYMOUS))
+        for body in ({"model": "m"}, {"model": "n"}, {}, {"model": "m", "cache_salt": "s"})
+        for name in ("a", "b")
+    }
+
+    assert len(keys) == 24
+    assert all(len(key) == 64 for key in keys)
+
+
+def output(uuid: str, model: str | None = "adapter", **more: Any) -> OutputKey:
+    return OutputKey(model, uuid, named=True, kwargs=b"")._replace(**more)
+
+
+def test_a_named_item_is_found_under_its_own_key() -> None:
+    assert Identifiers().identifier_of(output("a")) == "a"
+
+
+@pytest.mark.parametrize("more", [{"named": False}, {"kwargs": b"{}"}])
+def test_identifiers_of_other_outputs_are_learned_from_engines(more: dict[str, Any]) -> None:
+    identifiers = Identifiers()
+    assert identifiers.identifier_of(output("a", **more)) is None
+
+    identifiers.learn_identifier(output("a", **more), "hash")
+    identifiers.learn_identifier(output("b"), "adapter:b")
+    assert identifiers.identifier_of(output("a", **more)) == "hash"
+    assert identifiers.identifier_of(output("c", **more)) is None
+
+
+def test_the_prefix_of_an_adapter_is_learned_from_one_answer() -> None:
+    """The engine adds the adapter's name to the key if the adapter changes the encoder."""
+    identifiers = Identifiers()
+    identifiers.learn_identifier(output("a"), "adapter:a")
+
+    assert identifiers.identifier_of(output("b")) == "adapter:b"
+    assert identifiers.identifier_of(output("b", model="base")) == "b"
+
+
+def test_an_identifier_without_the_uuid_is_kept_only_for_its_item() -> None:
+    identifiers = Identifiers()
+    identifiers.learn_identifier(output("a"), "hash")
+
+    assert [identifiers.identifier_of(output(uuid)) for uuid in "ab"] == ["hash", "b"]
+    identifiers.learn_identifier(output("a"), "adapter:a")
+    assert [identifiers.identifier_of(output(uuid)) for uuid in "ab"] == ["adapter:a", "adapter:b"]
+
+
+def test_an_adapter_that_has_no_prefix_any_more_is_learned_too() -> None:
+    identifiers = Identifiers()
+    identifiers.learn_identifier(output("a"), "adapter:a")
+    identifiers.learn_identifier(output("b"), "b")
+
+    assert [identifiers.identifier_of(output(uuid)) for uuid in "abc"] == ["a", "b", "c"]

@@ -1,4 +1,4 @@
-"""Load of an instance, parsed from its metrics page."""
+"""Load and host of an instance, parsed from its metrics page."""
 
 from pathlib import Path
 
@@ -6,10 +6,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd.routing.reports import MAX_REQUESTS, MAX_SAMPLES, KVMoved, Report, read_report
+from epd.routing.reports import (
+    MAX_REQUESTS,
+    MAX_SAMPLES,
+    Host,
+    KVMoved,
+    Report,
+    read_host,
+    read_report,
+)
 
 REAL = Path(__file__).with_name("vllm_metrics.txt").read_bytes()
 """Metrics page of vLLM 0.32, shortened: three requests run."""
+
+A = Host("shm+tls://a:8101", "aa", "cafe")
+B = Host("shm+tls://b:8101", "bb", "cafe")
 
 
 def page(*samples: str) -> bytes:
@@ -24,6 +35,12 @@ def gauges(running: object, waiting: object, engine: int = 0, model: str = "m") 
         f"vllm:num_requests_running{labels} {running}",
         f"vllm:num_requests_waiting{labels} {waiting}",
     )
+
+
+def host_info(host: Host, value: float = 1.0, engine: int = 0) -> str:
+    labels = f'address="{host.address}",arena="{host.arena}",tier="{host.tier}"'
+    name = "vllm:ec_store_host_info"
+    return f'{name}{{engine="{engine}",model_name="m",{labels}}} {value}'
 
 
 def test_a_page_of_vllm_is_understood() -> None:
@@ -143,3 +160,37 @@ def test_any_page_is_read_or_rejected(raw: bytes, value: str, within: bool) -> N
     found = read_report(made)
 
     assert found is None or found.waiting + found.running == sum(found.engines.values())
+
+
+@pytest.mark.parametrize(
+    ("lines", "host"),
+    [
+        ([host_info(A)], A),
+        ([host_info(A), host_info(A, engine=1)], A),
+        ([host_info(A), host_info(B, engine=1)], None),
+        ([host_info(A, 0), host_info(B)], B),
+        ([host_info(A, 0)], None),
+        ([], None),
+        ([host_info(A._replace(tier=""))], A._replace(tier="")),
+        ([host_info(A._replace(address="http://a:1"))], None),
+        ([host_info(A._replace(address="shm+tls://a/path"))], None),
+        ([host_info(A._replace(arena="not hex"))], None),
+        ([host_info(A), "vllm:ec_store_host_info{} 1"], None),
+    ],
+)
+def test_the_common_server_of_all_engines_is_read(lines: list[str], host: Host | None) -> None:
+    assert read_host(page(*lines)) == host
+
+
+@given(st.binary(max_size=300))
+def test_any_bytes_about_a_host_are_no_error(garbage: bytes) -> None:
+    read_host(b"\nvllm:ec_store_host_info{" + garbage + b"} 1\n")
+
+
+def test_outputs_are_readable_at_their_host_and_through_a_shared_tier() -> None:
+    alone, other = A._replace(tier=""), B._replace(tier="")
+
+    assert A.reaches(A._replace(arena="restarted", tier=""))
+    assert A.reaches(B)
+    assert not alone.reaches(other)
+    assert not A.reaches(B._replace(tier="other"))

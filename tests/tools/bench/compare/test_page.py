@@ -17,7 +17,7 @@ from epd.tools.bench.compare.hit_rates import RatePoint, crossover, rate_points,
 from epd.tools.bench.compare.page import page
 from epd.tools.bench.compare.plots import bars
 from epd.tools.bench.compare.report import ArmResult, Results
-from tests.tools.bench.test_compare import figures
+from tests.tools.bench.compare.test_command import figures
 
 MACHINE = {"cores": 2, "cpu": "c", "system": "s", "python": "3"}
 

@@ -219,7 +219,7 @@ def test_workload_is_the_same_each_time_and_its_prompts_share_no_beginning(name:
 
 def started(out: Path, *flags: str, behaviour: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Start a comparison of fake fleets."""
-    words = ["-m", "tests.tools.bench.compared", "tests.tools.bench.fake_up"]
+    words = ["-m", "tests.tools.bench.compare.compared", "tests.tools.bench.fake_up"]
     words += ["bench", "compare", "--model", "m", "--scale", "small", "--out", str(out), *flags]
     environment = {**os.environ, "FAKE_UP": json.dumps(behaviour)}
     output = subprocess.DEVNULL
@@ -283,7 +283,7 @@ def test_flags_reach_each_epd_up_unchanged(tmp_path: Path) -> None:
 
 
 def test_example_proxy_is_measured_with_its_own_connector(tmp_path: Path) -> None:
-    fake = Path(__file__).with_name("fake_up.py")
+    fake = Path(__file__).parent.with_name("fake_up.py")
     flags = ["--arms", "plain", "example", "--example", str(fake), "--workloads", "text"]
     up = ["--", "--encode-flags=--seed 3", "--gpu-memory-utilization-pd", "0.6"]
     results = compare(tmp_path, *flags, *up, behaviour={})

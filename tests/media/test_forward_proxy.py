@@ -10,7 +10,7 @@ import pytest
 from epd.check import unusable_files
 from epd.config import ProxyConfig
 from tests.certificates import Authority
-from tests.proxy.test_media_fetcher import PICTURE, failure, fetching
+from tests.media.test_fetch import PICTURE, failure, fetching
 from tests.support.fake_origin import ALLOWED, FakeNames, FakeOrigin
 from tests.support.forward_proxy import FakeForwardProxy
 
