@@ -1,4 +1,4 @@
-"""SIGHUP: which settings are reloaded and which cannot be. Row 63, with real processes."""
+"""SIGHUP: keys and certificates are reloaded, or stay in force. Row 63, with real processes."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""A replacement worker has the configuration of the latest reload. Row 63, real processes."""
+"""A replacement worker has the keys and certificates of the last reload. Row 63, real processes."""
 
 import os
 import shutil
