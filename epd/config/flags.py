@@ -131,7 +131,7 @@ METAVARS: Mapping[str, tuple[str, ...]] = {
     "FOLDER": ("_path",),
     "PATH": ("uds",),
     "NAMES": ("_tenants",),
-    "LIST": ("_origins", "_methods", "_headers"),
+    "LIST": ("_origins",),
 }
 """Placeholders of values in the help, with the ends of the settings' names: the first applies.
 All other settings are numbers, `N`."""

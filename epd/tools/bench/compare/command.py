@@ -39,7 +39,7 @@ from epd.tools.bench.compare.workloads import (
     Workload,
     warm_ups,
 )
-from epd.tools.models import GENERATED, model_folder, write_model
+from epd.tools.models import add_generate, model_folder, write_model
 from epd.tools.up.platforms import runs_on_cpu
 from epd.tools.up.process import ProcessDied
 from epd.tools.up.signals import leave_contexts_on_signals
@@ -67,18 +67,13 @@ def add_parser(benchmarks: Commands) -> None:
         epilog=EPILOG,
         usage="epd bench compare --model MODEL [FLAG ...] [-- FLAG_OF_UP ...]",
     )
+    parser.add_argument("--model", help="model: name on the hub, or folder")
+    add_generate(parser)
     _add_flags(parser.add_argument)
     parser.set_defaults(run=_run)
 
 
 def _add_flags(add: Callable[..., Any]) -> None:
-    add("--model", help="model: name on the hub, or folder")
-    add(
-        "--generate",
-        choices=GENERATED,
-        help="write a model with random weights first, unless the folder --model has one (default: "
-        "a folder in the user's cache)",
-    )
     add(
         "--arms",
         nargs="+",
