@@ -54,7 +54,7 @@ def document(tmp_path: Path) -> Path:
 
 def problems(document: Path, *, write: bool = False) -> list[str]:
     tests = fault_table.shown([document.parent / "tests"])
-    table, found = (partial(part, tests) for part in (fault_table.table, fault_table.problems))
+    table, found = partial(fault_table.table, tests), partial(fault_table.problems, tests)
     return update(document, table, found, check=not write)
 
 
