@@ -17,17 +17,16 @@ from typing import Any
 
 import numpy as np
 
-from ec_store import Entry, EntryKey
+from ec_store import EntryKey
 from ec_store.arena.extents import ExtentAllocator
 from ec_store.arena.index import ArenaIndex, Client, Slot
 from ec_store.arena.memory import copy_out
 from ec_store.arena.store import ArenaStore
 from ec_store.errors import StoreUnavailable
-from scripts.memory_server import opened, serving
+from scripts.memory_server import entry, key, opened, serving
 
 MB = 10**6
 WRITERS = 16
-NAMESPACE = "org/model@0123456789abcdef/encoder-0123456789abcdef/bf16/1"
 FORK = multiprocessing.get_context("fork")
 
 
@@ -42,16 +41,6 @@ def mapped_bytes() -> int:
     """Return the bytes of shared memory that this process has mapped and populated."""
     status = Path("/proc/self/status").read_text()
     return 1024 * int(status.partition("RssShmem:")[2].split()[0])
-
-
-def key(name: object) -> EntryKey:
-    """Return the key of a name, as long as vLLM's."""
-    return EntryKey(NAMESPACE, f"{name}".rjust(64, "0"))
-
-
-def entry(data: memoryview) -> Entry:
-    """Return the entry of a picture with these bytes."""
-    return Entry(data, "BF16", (data.nbytes // 2,), "image", {"image_grid_thw": [1, 98, 98]})
 
 
 def timed(call: Callable[[], object]) -> float:

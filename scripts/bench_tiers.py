@@ -17,12 +17,11 @@ from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
-from ec_store import Entry, EntryKey
 from ec_store.arena.protocol import GetStats, TierStats
 from ec_store.arena.store import ArenaStore
 from ec_store.disk.store import SharedDiskStore
 from ec_store.redis.store import RedisStore
-from scripts.memory_server import opened, serving
+from scripts.memory_server import entry, key, opened, serving
 from tests.support.redis_server import RedisServer
 
 DATA = memoryview(bytes(1024))
@@ -61,16 +60,6 @@ def served_with(*tiers: str) -> Iterator[Served]:
         yield Served(pid, store)
 
 
-def key(name: object) -> EntryKey:
-    """Return the key of a name, as long as vLLM's."""
-    return EntryKey("org/model@0123456789abcdef/encoder/bf16/1", f"{name}".rjust(64, "0"))
-
-
-def entry() -> Entry:
-    """Return an entry of 1 KiB."""
-    return Entry(DATA, "BF16", (512,), "image", {"image_grid_thw": [1, 98, 98]})
-
-
 def dead(rounds: int) -> None:
     """Compare hits in a memory with dead tiers with those in one without a tier."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
@@ -80,7 +69,7 @@ def dead(rounds: int) -> None:
         keys = [key(n) for n in range(64)]
         for served in (alone, behind):
             for each in keys:
-                served.store.put(each, entry())
+                served.store.put(each, entry(DATA))
             for n in range(8):  # both tiers have failed
                 served.store.lookup([key(f"missing {n}")])
         calls: dict[str, Callable[[ArenaStore], object]] = {
@@ -114,11 +103,11 @@ def growth(sizes: Sequence[int]) -> None:
             path = f"file://{folder}/nvme-{size}"
             with SharedDiskStore.from_url(path) as store:
                 for n in range(size):
-                    store.put(key(n), entry())
+                    store.put(key(n), entry(DATA))
             with RedisStore.from_url(redis.url()) as store_in_redis:
                 redis.client.flushall()
                 for n in range(size):
-                    store_in_redis.put(key(n), entry())
+                    store_in_redis.put(key(n), entry(DATA))
             for url in (path, redis.url()):
                 with served_with(url) as served:
                     print(f"{url.partition(':')[0]} with {size} entries: {costs(served)}")
@@ -142,7 +131,7 @@ def costs(served: Served) -> str:
     texts.append(("miss", served.cpu_s() - began_s))
     began_s = served.cpu_s()
     for each in lost:
-        store.put(each, entry())
+        store.put(each, entry(DATA))
     store.lease(lost, 0.001)
     while served.tier().sent < OPERATIONS:
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Server of a host's memory for a benchmark."""
+"""Server of a host's memory for a benchmark, and its entries."""
 
 import subprocess
 import sys
@@ -8,9 +8,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ec_store import Entry, EntryKey
 from ec_store.arena.store import ArenaStore
 from ec_store.arena.url import arena_options
 from ec_store.errors import StoreUnavailable
+
+NAMESPACE = "org/model@0123456789abcdef/encoder-0123456789abcdef/bf16/1"
+
+
+def key(name: object) -> EntryKey:
+    """Return the key of a name, as long as vLLM's."""
+    return EntryKey(NAMESPACE, f"{name}".rjust(64, "0"))
+
+
+def entry(data: memoryview) -> Entry:
+    """Return the entry of a picture with these bytes."""
+    return Entry(data, "BF16", (data.nbytes // 2,), "image", {"image_grid_thw": [1, 98, 98]})
 
 
 def opened(path: Path) -> ArenaStore:
