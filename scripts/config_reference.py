@@ -10,8 +10,8 @@ from typing import Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from epd.config.fields import flag_of
 from epd.config.flags import FIELDS, GROUPS, SECRETS, metavar_of, shown_default, variables_of
+from epd.parser import flag_of
 from scripts.generated import DOCS, write_or_check
 
 FIRST = (

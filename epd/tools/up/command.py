@@ -21,8 +21,7 @@ from ec_store.config import redacted
 from ec_store.errors import StoreError
 from ec_store.keys import EntryKey
 from ec_store.opening import open_store
-from epd.config.fields import flag_of
-from epd.parser import Commands, Parser, unknown_message
+from epd.parser import Commands, Parser, flag_of, unknown_message
 from epd.running_proxy import fleet_folder
 from epd.tools.machine import nvidia_devices
 from epd.tools.model_config import config_path, read_config
