@@ -48,6 +48,11 @@ class Parser(argparse.ArgumentParser):
         return ""
 
 
+def flag_of(field: str) -> str:
+    """Return the flag of a setting."""
+    return "--" + field.replace("_", "-")
+
+
 def admin_key() -> str | None:
     """Return the operator's key from the environment, as for `epd serve`; None without one."""
     return os.environ.get("EPD_ADMIN_API_KEY") or os.environ.get("ADMIN_API_KEY")

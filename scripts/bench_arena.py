@@ -8,64 +8,26 @@ import argparse
 import multiprocessing
 import random
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ec_store import Entry, EntryKey
+from ec_store import EntryKey
 from ec_store.arena.extents import ExtentAllocator
 from ec_store.arena.index import ArenaIndex, Client, Slot
 from ec_store.arena.memory import copy_out
 from ec_store.arena.store import ArenaStore
-from ec_store.arena.url import arena_options
-from ec_store.base import Store
 from ec_store.errors import StoreUnavailable
+from scripts.memory_server import entry, key, opened, serving
 
 MB = 10**6
 WRITERS = 16
-NAMESPACE = "org/model@0123456789abcdef/encoder-0123456789abcdef/bf16/1"
 FORK = multiprocessing.get_context("fork")
-
-
-def opened(path: Path) -> ArenaStore:
-    """Open the memory at a path."""
-    return ArenaStore(arena_options(f"shm://{path}?timeout=60s&verify=0"))
-
-
-@contextmanager
-def serving(size: str) -> Iterator[Path]:
-    """Run `ec-store serve` with a memory of this size; yield its path."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "arena.sock"
-        command = [sys.executable, "-m", "ec_store", "serve", f"shm://{path}?max_bytes={size}"]
-        server = subprocess.Popen([*command, "--port", "0"], stdout=subprocess.DEVNULL)
-        try:
-            with opened(path) as store:
-                while not is_up(store):
-                    if server.poll() is not None:
-                        sys.exit("the server has not started")
-                    time.sleep(0.05)
-            yield path
-        finally:
-            server.terminate()
-            server.wait()
-
-
-def is_up(store: Store) -> bool:
-    """Return whether the server answers."""
-    try:
-        store.stats()
-    except StoreUnavailable:
-        return False
-    return True
 
 
 def populated(store: ArenaStore, size_bytes: int) -> None:
@@ -79,16 +41,6 @@ def mapped_bytes() -> int:
     """Return the bytes of shared memory that this process has mapped and populated."""
     status = Path("/proc/self/status").read_text()
     return 1024 * int(status.partition("RssShmem:")[2].split()[0])
-
-
-def key(name: object) -> EntryKey:
-    """Return the key of a name, as long as vLLM's."""
-    return EntryKey(NAMESPACE, f"{name}".rjust(64, "0"))
-
-
-def entry(data: memoryview) -> Entry:
-    """Return the entry of a picture with these bytes."""
-    return Entry(data, "BF16", (data.nbytes // 2,), "image", {"image_grid_thw": [1, 98, 98]})
 
 
 def timed(call: Callable[[], object]) -> float:
@@ -106,7 +58,7 @@ def copies(rounds: int) -> None:
     Each has a target of its own, which is as long unused as the consumer's.
     """
     size_bytes = 2 * 2**30
-    with serving("2GiB") as path, opened(path) as store:
+    with serving("2GiB") as (path, _), opened(path) as store:
         populated(store, size_bytes)
         pipe, other = FORK.Pipe()
         consumer = FORK.Process(target=consume, args=(path, other), daemon=True)
@@ -195,7 +147,7 @@ def consume(path: Path, pipe: Connection) -> None:
 
 def round_trips(rounds: int) -> None:
     """Compare calls for one and for 64 keys with an empty round trip of the same connection."""
-    with serving("64MiB") as path, opened(path) as writer, opened(path) as store:
+    with serving("64MiB") as (path, _), opened(path) as writer, opened(path) as store:
         keys = [key(n) for n in range(64)]
         for each in keys:
             writer.put(each, entry(memoryview(bytes(64))))
@@ -222,7 +174,7 @@ def full(entries: int) -> None:
     They write the first and the last bytes of each extent, not the 2 TB between them.
     """
     size_bytes = 8 * 2**30
-    with serving("8GiB") as path, opened(path) as store:
+    with serving("8GiB") as (path, _), opened(path) as store:
         each = [range(n, entries, WRITERS) for n in range(WRITERS)]
         pipe, other = FORK.Pipe()
         writers = [FORK.Process(target=fill, args=(path, names, other)) for names in each]

@@ -11,12 +11,9 @@ import argparse
 import multiprocessing
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -39,6 +36,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from ec_store.vllm_connector import ECStoreConnector
 from epd.tools.models.qwen import ROPE
 from epd.tools.models.qwen_vl import WINDOWED, qwen2_5_vl
+from scripts.memory_server import serving
 
 SIDE = 48 * 28
 """Side of a picture of 48 x 48 tokens in pixels."""
@@ -175,21 +173,6 @@ def handovers(model: Path, store: str, rounds: int) -> list[tuple[float, float]]
     return taken_s[1:]  # the first one allocates memory
 
 
-@contextmanager
-def stores(folder: Path) -> Iterator[dict[str, str]]:
-    """Yield the URLs of a store of each kind."""
-    memory = f"shm://{folder}/arena.sock?max_bytes=1GiB"
-    command = [sys.executable, "-m", "ec_store", "serve", memory, "--port", "0"]
-    with (
-        subprocess.Popen(command, stdout=subprocess.DEVNULL) as server,
-        tempfile.TemporaryDirectory(dir="/dev/shm") as files,
-    ):
-        try:
-            yield {"file": f"file://{files}/store?max_bytes=1GiB", "shm": memory}
-        finally:
-            server.terminate()
-
-
 def main() -> None:
     """Print the median handover of each store, and their ratio."""
     parser = argparse.ArgumentParser(
@@ -198,7 +181,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     rounds = parser.parse_args().rounds
     medians_s = {}
-    with tempfile.TemporaryDirectory() as folder, stores(Path(folder)) as urls:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        tempfile.TemporaryDirectory(dir="/dev/shm") as files,
+        serving("1GiB") as (memory, _),
+    ):
+        urls = {"file": f"file://{files}/store?max_bytes=1GiB", "shm": f"shm://{memory}"}
         model = Path(folder) / "model"
         pixels = {"shortest_edge": 56 * 56, "longest_edge": SIDE * SIDE}
         qwen2_5_vl(TEXT, {**WINDOWED, "out_hidden_size": COLUMNS}, pixels).write(model)

@@ -30,13 +30,15 @@ import psutil
 from PIL import Image
 
 from epd.routing.instances import Role
+from epd.routing.reports import samples
 from epd.tools.up.topology import Topology
 from scripts.forked import ForkedStack
+from scripts.memory_server import serving
 
 MODEL = "tiny-qwen2.5-vl"
 SIZES = ((1280, 720), (2560, 1440))
 FLAGS = {Role.PREFILL_DECODE: ["--max-model-len", "8192", "--max-num-batched-tokens", "8192"]}
-MISSES = "vllm:ec_store_misses_total"
+MISSES = b"vllm:ec_store_misses_total"
 """Counter of the items that a server did not find in the store, and so encoded."""
 
 Part = Mapping[str, Any]
@@ -100,16 +102,14 @@ def running(model: Path) -> Iterator[tuple[ForkedStack, Measured]]:
     """Start servers with a store behind the proxy, and a plain server; yield both."""
     with tempfile.TemporaryDirectory() as folder:
         given: Mapping[str, Any] = {"local_media": Path(folder), "flags": FLAGS}
-        url = f"shm://{folder}/arena.sock"
-        serve = ["-m", "ec_store", "serve", f"{url}?max_bytes=1GiB", "--port", "0"]
         flags = ["--ec-store-budget-s", "2"]
         with (
-            subprocess.Popen([sys.executable, *serve]) as memory,
+            serving("1GiB") as (memory, _),
             ForkedStack(
                 model,
                 Topology.parse("2epd"),
                 Path(folder) / "servers",
-                store=url,
+                store=f"shm://{memory}",
                 proxy_flags=flags,
                 **given,
             ) as servers,
@@ -118,7 +118,6 @@ def running(model: Path) -> Iterator[tuple[ForkedStack, Measured]]:
             time.sleep(12)  # the proxy has read that the servers write
             server = plain.all_engines[0]
             yield servers, Measured(server.url, [plain.process_of(server).pid])
-            memory.terminate()
 
 
 def misses(stack: ForkedStack) -> float:
@@ -126,9 +125,7 @@ def misses(stack: ForkedStack) -> float:
     total = 0.0
     for engine in stack.all_engines:
         with urllib.request.urlopen(f"{engine.url}/metrics") as reply:  # noqa: S310
-            lines = reply.read().decode().splitlines()
-        found = (line for line in lines if line.startswith(MISSES))
-        total += sum(float(line.rpartition(" ")[2]) for line in found)
+            total += sum(value for _, value in samples(reply.read(), MISSES))
     return total
 
 

@@ -8,8 +8,6 @@ import heapq
 import os
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections import OrderedDict
@@ -19,13 +17,11 @@ from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
-from ec_store import Entry, EntryKey
 from ec_store.arena.protocol import GetStats, TierStats
 from ec_store.arena.store import ArenaStore
-from ec_store.arena.url import arena_options
 from ec_store.disk.store import SharedDiskStore
-from ec_store.errors import StoreUnavailable
 from ec_store.redis.store import RedisStore
+from scripts.memory_server import entry, key, opened, serving
 from tests.support.redis_server import RedisServer
 
 DATA = memoryview(bytes(1024))
@@ -58,35 +54,10 @@ class Served(NamedTuple):
 
 
 @contextmanager
-def serving(*tiers: str) -> Iterator[Served]:
-    """Run `ec-store serve` with these tiers."""
-    with tempfile.TemporaryDirectory() as folder:
-        url = f"shm://{folder}/arena.sock"
-        command = [sys.executable, "-m", "ec_store", "serve", f"{url}?max_bytes=256MiB"]
-        flags = [part for tier in tiers for part in ("--tier", tier)]
-        server = subprocess.Popen([*command, *flags, "--port", "0"], stdout=subprocess.DEVNULL)
-        try:
-            with ArenaStore(arena_options(f"{url}?timeout=60s&verify=0")) as store:
-                while True:
-                    try:
-                        store.stats()
-                        break
-                    except StoreUnavailable:
-                        time.sleep(0.05)
-                yield Served(server.pid, store)
-        finally:
-            server.terminate()
-            server.wait()
-
-
-def key(name: object) -> EntryKey:
-    """Return the key of a name, as long as vLLM's."""
-    return EntryKey("org/model@0123456789abcdef/encoder/bf16/1", f"{name}".rjust(64, "0"))
-
-
-def entry() -> Entry:
-    """Return an entry of 1 KiB."""
-    return Entry(DATA, "BF16", (512,), "image", {"image_grid_thw": [1, 98, 98]})
+def served_with(*tiers: str) -> Iterator[Served]:
+    """Run a server of a memory with these tiers."""
+    with serving("256MiB", *tiers) as (path, pid), opened(path) as store:
+        yield Served(pid, store)
 
 
 def dead(rounds: int) -> None:
@@ -94,11 +65,11 @@ def dead(rounds: int) -> None:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         Path(folder, "file").touch()
         tiers = (f"file://{folder}/file/nvme", "redis://127.0.0.1:1")
-        alone, behind = (stack.enter_context(serving(*each)) for each in ((), tiers))
+        alone, behind = (stack.enter_context(served_with(*each)) for each in ((), tiers))
         keys = [key(n) for n in range(64)]
         for served in (alone, behind):
             for each in keys:
-                served.store.put(each, entry())
+                served.store.put(each, entry(DATA))
             for n in range(8):  # both tiers have failed
                 served.store.lookup([key(f"missing {n}")])
         calls: dict[str, Callable[[ArenaStore], object]] = {
@@ -132,13 +103,13 @@ def growth(sizes: Sequence[int]) -> None:
             path = f"file://{folder}/nvme-{size}"
             with SharedDiskStore.from_url(path) as store:
                 for n in range(size):
-                    store.put(key(n), entry())
+                    store.put(key(n), entry(DATA))
             with RedisStore.from_url(redis.url()) as store_in_redis:
                 redis.client.flushall()
                 for n in range(size):
-                    store_in_redis.put(key(n), entry())
+                    store_in_redis.put(key(n), entry(DATA))
             for url in (path, redis.url()):
-                with serving(url) as served:
+                with served_with(url) as served:
                     print(f"{url.partition(':')[0]} with {size} entries: {costs(served)}")
 
 
@@ -160,7 +131,7 @@ def costs(served: Served) -> str:
     texts.append(("miss", served.cpu_s() - began_s))
     began_s = served.cpu_s()
     for each in lost:
-        store.put(each, entry())
+        store.put(each, entry(DATA))
     store.lease(lost, 0.001)
     while served.tier().sent < OPERATIONS:
         time.sleep(0.01)

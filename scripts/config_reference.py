@@ -3,22 +3,17 @@
     python scripts/config_reference.py          writes the tables
     python scripts/config_reference.py --check  fails if the tables are out of date
 
-The tables are between `<!-- settings -->` and `<!-- end of settings -->`. A table of the settings
-that most operators need is in docs/configuration.md, between `<!-- first settings -->` and
-`<!-- end of first settings -->`.
+A table of the settings that most operators need is in docs/configuration.md.
 """
 
-import re
-from functools import partial
 from typing import Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from epd.config.fields import flag_of
 from epd.config.flags import FIELDS, GROUPS, SECRETS, metavar_of, shown_default, variables_of
+from epd.parser import flag_of
 from scripts.generated import DOCS, write_or_check
 
-BETWEEN = re.compile(r"(<!-- settings -->\n).*(<!-- end of settings -->)", re.DOTALL)
 FIRST = (
     "encode_servers_urls",
     "prefill_servers_urls",
@@ -33,9 +28,6 @@ FIRST = (
 )
 """Settings that most operators need, in the order in which they need them."""
 
-BETWEEN_FIRST = re.compile(
-    r"(<!-- first settings -->\n).*(<!-- end of first settings -->)", re.DOTALL
-)
 FIRST_HEADER = "| setting | default | |\n| --- | --- | --- |\n"
 HEADER = "| flag | value | default | |\n|" + " --- |" * 4 + "\n"
 TYPES = {"N": "number", "BYTES": "bytes", "SECONDS": "seconds", "URLS": "URLs", "URL": "URL"}
@@ -43,21 +35,10 @@ BINARY = (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024))
 NONE = "-"
 
 
-def main() -> None:
-    """Write the tables, or check them with `--check`."""
-    tables = "\n".join(map(table, GROUPS))
-    first = FIRST_HEADER + "".join(map(first_row, FIRST))
-    write_or_check(
-        __doc__,
-        [
-            (DOCS / "configuration/settings.md", partial(filled, BETWEEN, tables)),
-            (DOCS / "configuration.md", partial(filled, BETWEEN_FIRST, first)),
-        ],
-    )
-
-
-def filled(place: re.Pattern[str], content: str, text: str) -> str:
-    return place.sub(lambda found: f"{found[1]}\n{content}\n{found[2]}", text)
+def tables(name: str, _: str) -> str:
+    if name == "first settings":
+        return f"\n{FIRST_HEADER}{''.join(map(first_row, FIRST))}\n"
+    return "\n{}\n".format("\n".join(map(table, GROUPS)))
 
 
 def table(title: str) -> str:
@@ -116,4 +97,5 @@ def code(text: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    documents = [DOCS / "configuration/settings.md", DOCS / "configuration.md"]
+    write_or_check(__doc__, documents, tables)

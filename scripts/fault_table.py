@@ -1,27 +1,24 @@
-"""Write the tests of each row into the tables of docs/faults.md and SECURITY.md.
+"""Write the tests of each fault into the tables of docs/faults.md.
 
     python scripts/fault_table.py          writes the last column of each table
     python scripts/fault_table.py --check  fails if a table is out of date or a row has no test
 
 The tests are those in tests/ and the contracts in ec_store/testing. A test belongs to a row if it
-has the marker `@pytest.mark.fault(7)` or `@pytest.mark.security("S3")`, or if its class, its module
-or one of its parameter sets has it. A table is between two comments, `<!-- tests of <marker> -->`
-and `<!-- end -->`. The first cell of a row is its number. The last cell has the files of its tests,
-with the number of tests in each.
+has the marker `@pytest.mark.fault(7)`, or if its class, its module or one of its parameter sets has
+it. The first cell of a row is its number. The last cell has the files of its tests, with the number
+of tests in each.
 """
 
-import argparse
 import ast
-import re
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from scripts.generated import DOCS, PART, ROOT, write_or_check
+
 FOLDERS = (ROOT / "tests", ROOT / "ec_store")
-DOCUMENTS = ("docs/faults.md", "SECURITY.md")
-TABLE = re.compile(r"(<!-- tests of (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+MARKER = "pytest.mark.fault"
 HEADER_LINES = 2
 NOTHING = "none yet"
 
@@ -29,46 +26,17 @@ Shown = Mapping[str, Counter[str]]
 """Number of tests of each row, by file."""
 
 
-def main() -> None:
-    """Write the tables, or check them with `--check`."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--check", action="store_true", help="fail if a table is out of date; write nothing"
-    )
-    check = parser.parse_args().check
-    problems = [
-        problem
-        for document in DOCUMENTS
-        if (ROOT / document).exists()
-        for problem in update(ROOT / document, FOLDERS, write=not check)
-    ]
-    print(*problems, sep="\n", end="\n" if problems else "")
-    sys.exit(check and bool(problems))
+def problems(tests: Shown, document: str) -> Iterator[str]:
+    """Yield the rows of a document without a test, and the rows that only tests name."""
+    tables = (part[3].splitlines()[HEADER_LINES:] for part in PART.finditer(document))
+    rows = dict(row_and_tests(line) for lines in tables for line in lines)
+    yield from (f"no test shows {row}" for row in rows if rows[row] == NOTHING)
+    unknown = sorted(tests.keys() - rows.keys())
+    yield from (f"tests name row {row}, which is missing" for row in unknown)
 
 
-def update(document: Path, tests: Sequence[Path], *, write: bool) -> Iterator[str]:
-    """Update a document's tables, and yield the errors in them."""
-    old = document.read_text()
-    new = TABLE.sub(
-        lambda found: found[1] + table(found[3], shown(tests, found[2])) + found[4], old
-    )
-    if write:
-        document.write_text(new)
-    elif new != old:
-        yield f"{document.name}: out of date; run scripts/fault_table.py"
-    rows: dict[str, dict[str, str]] = {}
-    for found in TABLE.finditer(new):
-        lines = found[3].splitlines()[HEADER_LINES:]
-        rows.setdefault(found[2], {}).update(map(row_and_tests, lines))
-    for marker, cells in rows.items():
-        yield from (
-            f"{document.name}: no test shows {row}" for row in cells if cells[row] == NOTHING
-        )
-        unknown = sorted(set(shown(tests, marker)) - set(cells))
-        yield from (f"{document.name}: tests name row {row}, which is missing" for row in unknown)
-
-
-def table(old: str, tests: Shown) -> str:
+def table(tests: Shown, _: str, old: str) -> str:
+    """Return a table with the tests of its rows in the last column."""
     lines = old.splitlines()
     for number, line in enumerate(lines[HEADER_LINES:], HEADER_LINES):
         row, _ = row_and_tests(line)
@@ -84,35 +52,35 @@ def row_and_tests(line: str) -> tuple[str, str]:
     return cells[0].strip(), cells[-1].strip()
 
 
-def shown(tests: Sequence[Path], marker: str) -> Shown:
+def shown(folders: Sequence[Path]) -> Shown:
     """Return the rows that the tests in folders are marked with."""
     rows: dict[str, Counter[str]] = {}
-    for folder in tests:
+    for folder in folders:
         for path in folder.rglob("*.py"):
-            for row in rows_in(ast.parse(path.read_text()), marker):
+            for row in rows_in(ast.parse(path.read_text())):
                 rows.setdefault(row, Counter())[str(path.relative_to(folder))] += 1
     return rows
 
 
-def rows_in(module: ast.Module, marker: str) -> Iterator[str]:
+def rows_in(module: ast.Module) -> Iterator[str]:
     """Yield the rows of each test of a module, once per test."""
     for_all = {row for name, value in assignments(module) if name == "pytestmark"
-               for row in marks(value, marker)}  # fmt: skip
+               for row in marks(value)}  # fmt: skip
     for node in module.body:
         if isinstance(node, ast.ClassDef):
-            of_class = for_all.union(*(marks(each, marker) for each in node.decorator_list))
-            yield from (row for each in node.body for row in rows_of(each, marker, of_class))
+            of_class = for_all.union(*map(marks, node.decorator_list))
+            yield from (row for each in node.body for row in rows_of(each, of_class))
         else:
-            yield from rows_of(node, marker, for_all)
+            yield from rows_of(node, for_all)
 
 
-def rows_of(node: ast.stmt, marker: str, beside: set[str]) -> set[str]:
+def rows_of(node: ast.stmt, beside: set[str]) -> set[str]:
     """Return the rows of a test; an empty set if the statement is not a test."""
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return set()
     if not node.name.startswith("test_"):
         return set()
-    return beside.union(*(marks(each, marker) for each in node.decorator_list))
+    return beside.union(*map(marks, node.decorator_list))
 
 
 def assignments(module: ast.Module) -> Iterator[tuple[str, ast.expr]]:
@@ -122,15 +90,16 @@ def assignments(module: ast.Module) -> Iterator[tuple[str, ast.expr]]:
             yield node.targets[0].id, node.value
 
 
-def marks(expression: ast.expr, marker: str) -> set[str]:
+def marks(expression: ast.expr) -> set[str]:
     return {
         str(argument.value)
         for node in ast.walk(expression)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == f"pytest.mark.{marker}"
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == MARKER
         for argument in node.args
         if isinstance(argument, ast.Constant)
     }
 
 
 if __name__ == "__main__":
-    main()
+    found = shown(FOLDERS)
+    write_or_check(__doc__, [DOCS / "faults.md"], partial(table, found), partial(problems, found))

@@ -13,22 +13,12 @@ from collections.abc import Iterator
 from epd.observe.metric_defs import METRIC_DEFS, MetricDef
 from scripts.generated import DOCS, write_or_check
 
-TABLE = re.compile(r"(<!-- figures -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 NAME = re.compile(r"\bepd_[a-z_]+")
 OF_WORKERS = {"max": "the maximum", "min": "the minimum"}
 ENDS = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_count", "_sum")}
 
 
-def main() -> None:
-    """Write the table, or check it with `--check`."""
-    write_or_check(
-        __doc__,
-        [(DOCS / "metrics.md", lambda old: TABLE.sub(lambda of: of[1] + table() + of[3], old))],
-        lambda new: [f"{name} is not a metric" for name in unknown(new)],
-    )
-
-
-def table() -> str:
+def table(*_: str) -> str:
     head = "| name | kind | labels | |\n| --- | --- | --- | --- |\n"
     return head + "".join(map(row, METRIC_DEFS.values()))
 
@@ -43,11 +33,11 @@ def row(figure: MetricDef) -> str:
 
 
 def unknown(document: str) -> Iterator[str]:
-    """Yield the metric names in a document that do not exist."""
+    """Yield a problem for each metric in a document that does not exist."""
     known = {figure.name + end for figure in METRIC_DEFS.values() for end in ENDS[figure.kind]}
     known |= {figure.name for figure in METRIC_DEFS.values() if figure.kind == "histogram"}
-    yield from sorted({*NAME.findall(document)} - known)
+    yield from (f"{name} is not a metric" for name in sorted({*NAME.findall(document)} - known))
 
 
 if __name__ == "__main__":
-    main()
+    write_or_check(__doc__, [DOCS / "metrics.md"], table, unknown)

@@ -19,13 +19,15 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from scripts.matrix.results import Result, of_json
+import msgspec
+
+from scripts.generated import DOCS, ROOT
+from scripts.matrix.results import Result
 from scripts.matrix.running import run
 from scripts.matrix.subjects import E_PD, SUBJECTS, TOPOLOGIES
 from scripts.matrix.table import written
 
-ROOT = Path(__file__).resolve().parents[1]
-DOCUMENT, RESULTS = ROOT / "docs" / "models.md", ROOT / "docs" / "models.json"
+DOCUMENT, RESULTS = DOCS / "models.md", DOCS / "models.json"
 MODELS = ROOT / ".run" / "models"
 
 
@@ -72,8 +74,8 @@ def names() -> list[str]:
 
 def read() -> dict[tuple[str, str], Result]:
     """Return the stored results, by model and topology."""
-    rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
-    return {(result.model, result.topology): result for result in map(of_json, rows)}
+    results = msgspec.json.decode(RESULTS.read_bytes(), type=list[Result])
+    return {(result.model, result.topology): result for result in results}
 
 
 def keep(results: dict[tuple[str, str], Result]) -> None:

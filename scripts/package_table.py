@@ -9,30 +9,18 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-from scripts.generated import DOCS, write_or_check
+from scripts.generated import DOCS, ROOT, write_or_check
 
-ROOT = Path(__file__).resolve().parents[1]
-TABLES = {"epd": "packages", "ec_store": "store packages"}
-"""Package, and the mark of its table in the document."""
-
-
-def main() -> None:
-    """Write the tables, or check them with `--check`."""
-    write_or_check(__doc__, [(DOCS / "architecture.md", filled)])
+PACKAGES = {"packages": "epd", "store packages": "ec_store"}
+"""Package of each table of the document."""
 
 
-def filled(document: str) -> str:
-    """Return the document with the table of each package."""
-    for package, mark in TABLES.items():
-        begin = f"<!-- {mark} -->\n"
-        before, _, rest = document.partition(begin)
-        _, end, after = rest.partition("<!-- end -->")
-        document = before + begin + "\n".join(rows(package)) + "\n" + end + after
-    return document
+def table(name: str, _: str) -> str:
+    """Return a table with a row per subpackage or module, from the top layer down."""
+    return "".join(f"{line}\n" for line in rows(PACKAGES[name]))
 
 
 def rows(package: str) -> Iterator[str]:
-    """Yield the lines of a table: a row per subpackage or module, from the top layer down."""
     yield f"| layer | package or module of `{package}` | what it is |"
     yield "| --- | --- | --- |"
     for number, layer in enumerate(layers(package), 1):
@@ -58,4 +46,4 @@ def described(path: Path) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    write_or_check(__doc__, [DOCS / "architecture.md"], table)

@@ -9,7 +9,6 @@ import re
 from dataclasses import fields
 from datetime import date
 from math import nan
-from pathlib import Path
 from typing import Any
 
 from epd.tools.bench.compare.figures import Figures
@@ -18,21 +17,11 @@ from epd.tools.bench.compare.verdict import verdict
 from scripts.generated import DOCS, write_or_check
 
 REPORTS = DOCS / "reports"
-PART = re.compile(r"(<!-- report (\S+\.json) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-def main() -> None:
-    """Write the tables, or check them with `--check`."""
-    write_or_check(__doc__, [(page, filled) for page in sorted(REPORTS.glob("*.md"))])
-
-
-def filled(document: str) -> str:
-    """Return the document with the report of each JSON file that it names, as a section."""
-    return PART.sub(lambda part: part[1] + _section(REPORTS / part[2]) + part[3], document)
-
-
-def _section(file: Path) -> str:
-    """Return a report without its title, its headings one level down."""
+def section(name: str, _: str) -> str:
+    """Return the report of a JSON file without its title, its headings one level down."""
+    file = REPORTS / name.removeprefix("report ")
     report = read(file.read_text()).markdown().partition("\n")[2]
     return re.sub(r"^## ", "### ", report, flags=re.MULTILINE).lstrip("\n")
 
@@ -63,4 +52,4 @@ def _number(value: Any) -> Any:
 
 
 if __name__ == "__main__":
-    main()
+    write_or_check(__doc__, sorted(REPORTS.glob("*.md")), section)

@@ -40,36 +40,31 @@ MIN_SECRET = 16
 """Minimum length of a secret in characters. A reader of the store could try all shorter ones."""
 
 
-def _split_urls(value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    if value.strip().lower() in NO_INSTANCES:
+def _from_text(read: Callable[[str], Any]) -> BeforeValidator:
+    """Return a validator that reads text; values of other types, as of YAML, stay as they are."""
+    return BeforeValidator(lambda value: read(value) if isinstance(value, str) else value)
+
+
+def _split_urls(text: str) -> tuple[str, ...]:
+    if text.strip().lower() in NO_INSTANCES:
         return ()
-    return tuple(url.strip() for url in value.split(",") if url.strip())
+    return tuple(url.strip() for url in text.split(",") if url.strip())
 
 
-def _split_all(value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    return tuple(part.strip() for part in value.split(",")) if value.strip() else ()
+def _split_all(text: str) -> tuple[str, ...]:
+    return _split_hosts(text.strip())
 
 
-def _split_hosts(value: Any) -> Any:
+def _split_hosts(text: str) -> tuple[str, ...]:
     """Return the names of a list. Only an empty text is an empty list, which allows every host."""
-    if not isinstance(value, str):
-        return value
-    return tuple(part.strip() for part in value.split(",")) if value else ()
+    return tuple(part.strip() for part in text.split(",")) if text else ()
 
 
-def _json_list(value: Any) -> Any:
-    """Return the items of a JSON list, as in vLLM's flags. A YAML list is already parsed."""
-    if not isinstance(value, str):
-        return value
-    if not value.strip():
-        return ()
-    listed = json_or_none(value)
+def _json_list(text: str) -> tuple[Any, ...]:
+    """Return the items of a JSON list, as in vLLM's flags."""
+    listed = json_or_none(text) if text.strip() else []
     if not isinstance(listed, list):
-        raise ValueError(f'{value!r} is not a JSON list such as ["*"]')  # noqa: TRY004 - pydantic's
+        raise ValueError(f'{text!r} is not a JSON list such as ["*"]')  # noqa: TRY004 - pydantic's
     return tuple(listed)
 
 
@@ -86,16 +81,14 @@ def _check_urls(urls: tuple[str, ...]) -> tuple[str, ...]:
     return checked
 
 
-def _check_secret(secret: SecretStr) -> SecretStr:
+def _check_secret(secret: SecretStr) -> None:
     if len(secret) < MIN_SECRET:
         raise ValueError(f"must have at least {MIN_SECRET} characters")
-    return secret
 
 
-def _check_admin_key(key: SecretStr) -> SecretStr:
+def _check_admin_key(key: SecretStr) -> None:
     if KEY.fullmatch(key.get_secret_value()) is None:
         raise ValueError("must have 16 to 512 printable ASCII characters and no space")
-    return key
 
 
 def _check_domain(name: str) -> str:
@@ -116,55 +109,50 @@ def _check_root_path(path: str | None) -> str | None:
     return stripped or None
 
 
-def _check_weights(weights: tuple[str, ...]) -> tuple[str, ...]:
+def _check_weights(weights: tuple[str, ...]) -> None:
     check_named_once([url for url, _ in map(weight_of, weights)])
-    return weights
 
 
-def _check_event_addresses(addresses: tuple[str, ...]) -> tuple[str, ...]:
+def _check_event_addresses(addresses: tuple[str, ...]) -> None:
     urls = [url for url, _ in map(named_events_address, addresses)]
     if urls.count("") > 1:
         raise ValueError("has two addresses without a URL")
     check_named_once(urls)
-    return addresses
-
-
-def _check_name_server(server: str) -> str:
-    name_server(server)
-    return server
 
 
 def _matches(pattern: re.Pattern[str], what: str) -> AfterValidator:
-    def check(text: str) -> str:
+    def check(text: str) -> None:
         if pattern.fullmatch(text) is None:
             raise ValueError(f"{text!r} is not {what}")
-        return text
 
-    return AfterValidator(check)
-
-
-def _if_set(check: Callable[[Any], object]) -> AfterValidator:
-    return AfterValidator(lambda value: None if value is None else check(value))
+    return _accepted_by(check)
 
 
-def _loadable(load: Callable[[str], object]) -> AfterValidator:
-    def check(name: str) -> str:
-        load(name)
-        return name
+def _if_set(read: Callable[[Any], object]) -> AfterValidator:
+    return AfterValidator(lambda value: None if value is None else read(value))
 
-    return AfterValidator(check)
+
+def _accepted_by(check: Callable[[Any], object]) -> AfterValidator:
+    """Return a validator that keeps the value, unless it is set and a function rejects it."""
+
+    def checked(value: Any) -> Any:
+        if value is not None:
+            check(value)
+        return value
+
+    return AfterValidator(checked)
 
 
 _OR_NONE = BeforeValidator(lambda value: value or None)
 _URL_OR_NONE = BeforeValidator(lambda url: None if url in NO_INSTANCES else url)
 _STORE_OR_NONE = BeforeValidator(lambda url: None if url in {*NO_INSTANCES, "memory"} else url)
 
-KeySecret = Annotated[SecretStr | None, _OR_NONE, _if_set(_check_secret)]
-AdminKey = Annotated[SecretStr | None, _OR_NONE, _if_set(_check_admin_key)]
+KeySecret = Annotated[SecretStr | None, _OR_NONE, _accepted_by(_check_secret)]
+AdminKey = Annotated[SecretStr | None, _OR_NONE, _accepted_by(_check_admin_key)]
 Secret = Annotated[SecretStr | None, _OR_NONE]
-DnsServer = Annotated[str | None, _OR_NONE, _if_set(_check_name_server)]
-KVTransferName = Annotated[str, _loadable(load_kv_transfer)]
-ECTransferName = Annotated[str, _loadable(load_ec_transfer)]
+DnsServer = Annotated[str | None, _OR_NONE, _accepted_by(name_server)]
+KVTransferName = Annotated[str, _accepted_by(load_kv_transfer)]
+ECTransferName = Annotated[str, _accepted_by(load_ec_transfer)]
 StoreUrl = Annotated[str | None, _URL_OR_NONE, _if_set(check_proxy_url)]
 EndpointUrl = Annotated[str | None, _URL_OR_NONE, _if_set(base_url)]
 RegistrationStore = Annotated[str | None, _URL_OR_NONE, _if_set(registration_store_url)]
@@ -174,21 +162,21 @@ HeaderName = Annotated[str, _matches(TOKEN, "the name of a header"), AfterValida
 
 T = TypeVar("T")
 
-_UrlList = Annotated[tuple[T, ...], BeforeValidator(_split_urls)]
-_List = Annotated[tuple[T, ...], BeforeValidator(_split_all)]
-_HostList = Annotated[tuple[T, ...], BeforeValidator(_split_hosts)]
-_JsonList = Annotated[tuple[T, ...], BeforeValidator(_json_list)]
+_UrlList = Annotated[tuple[T, ...], _from_text(_split_urls)]
+_List = Annotated[tuple[T, ...], _from_text(_split_all)]
+_HostList = Annotated[tuple[T, ...], _from_text(_split_hosts)]
+_JsonList = Annotated[tuple[T, ...], _from_text(_json_list)]
 
 Urls = Annotated[_UrlList[str], AfterValidator(_check_urls)]
 Services = Annotated[
     _UrlList[Annotated[str, AfterValidator(service_url)]], AfterValidator(_check_urls)
 ]
 ZmqAddresses = _UrlList[Annotated[str, AfterValidator(zmq_address)]]
-Weights = Annotated[_UrlList[str], AfterValidator(_check_weights)]
+Weights = Annotated[_UrlList[str], _accepted_by(_check_weights)]
 PolicyNames = _UrlList[str]
 Addresses = _List[str]
 """Addresses, one per instance; an empty one stands for an instance that needs no address."""
-EventAddresses = Annotated[_List[str], AfterValidator(_check_event_addresses)]
+EventAddresses = Annotated[_List[str], _accepted_by(_check_event_addresses)]
 TenantNames = _List[
     Annotated[str, _matches(NAME, "the name of a tenant: up to 64 of A-Z a-z 0-9 . _ -")]
 ]
@@ -206,11 +194,6 @@ Origins = _JsonList[
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 SecondsOrNone = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-
-
-def flag_of(field: str) -> str:
-    """Return the flag of a setting."""
-    return "--" + field.replace("_", "-")
 
 
 class Section(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):

@@ -18,13 +18,14 @@ import orjson
 from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 
-from epd.config.fields import Section, flag_of
+from epd.config.fields import Section
 from epd.config.proxy_config import ProxyConfig
 from epd.config.sections.instances import InstanceSettings
 from epd.config.sections.limits import LimitSettings, MediaSettings
 from epd.config.sections.routing import RouteSettings
 from epd.config.sections.serving import CrossOriginSettings, ServingSettings, TenancySettings
 from epd.config.sections.transfers import TransferSettings
+from epd.parser import flag_of
 
 PREFIX = "EPD_"
 
@@ -131,7 +132,7 @@ METAVARS: Mapping[str, tuple[str, ...]] = {
     "FOLDER": ("_path",),
     "PATH": ("uds",),
     "NAMES": ("_tenants",),
-    "LIST": ("_origins", "_methods", "_headers"),
+    "LIST": ("_origins",),
 }
 """Placeholders of values in the help, with the ends of the settings' names: the first applies.
 All other settings are numbers, `N`."""

@@ -11,11 +11,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from epd.config.fields import flag_of
 from epd.config.flags import FIELDS, SECRETS, name_of
 from epd.config.proxy_config import ConfigInvalid, ProxyConfig
 from epd.config.sources import Setting, from_environment, unknown_variables
 from epd.config.yaml_file import read_yaml
+from epd.parser import flag_of
 
 MAX_SECRET_BYTES = 64 * 1024
 NO_TEXT = re.compile(r"[\ud800-\udfff]")

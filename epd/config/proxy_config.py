@@ -6,9 +6,10 @@ from typing import Self
 from pydantic import ValidationInfo, field_validator, model_validator
 
 from ec_store.arena.remote_url import is_of_hosts
-from epd.config.fields import check_named_once, flag_of
+from epd.config.fields import check_named_once
 from epd.config.sections import ConfigFields
 from epd.config.sections.instances import ENCODE_SOURCES
+from epd.parser import flag_of
 from epd.policies.registry import Policies, make_policies
 from epd.routing.instances import ANSWERING, Role
 from epd.transfer.registry import KV_TRANSFERS, load_ec_transfer, load_kv_transfer

@@ -14,7 +14,7 @@ from typing_extensions import TypedDict
 
 from epd.api.endpoints import is_api
 from epd.errors import Stage
-from epd.events import InstanceChanged, ItemResult, RequestRecord, StageDone
+from epd.events import CLIENT_CLOSED, InstanceChanged, ItemResult, RequestRecord, StageDone
 
 KEPT_REQUESTS = 64
 KEPT_ERRORS = 48
@@ -34,7 +34,6 @@ NO_WORK = frozenset({"/v1/models"})
 """Routes of the API that load balancers and similar clients poll."""
 
 CLIENT_ERROR, SERVER_ERROR = 400, 500
-CLIENT_CLOSED = 499
 """Statuses of a request: from `CLIENT_ERROR` a client error, from `SERVER_ERROR` a failure."""
 
 Outcome = Literal["ok", "rejected", "left", "failed"]

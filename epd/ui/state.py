@@ -16,10 +16,9 @@ from typing import NamedTuple, get_args
 from prometheus_client.metrics_core import Metric
 from typing_extensions import TypedDict
 
-from epd.events import ItemResult, MediaForm
+from epd.events import CLIENT_CLOSED, ItemResult, MediaForm
 from epd.ui.formats import bytes_text, plural, seconds_text, share_text
 from epd.ui.recent import (
-    CLIENT_CLOSED,
     CLIENT_ERROR,
     KEPT_CHANGES,
     KEPT_ERRORS,

@@ -1,6 +1,5 @@
 """Results of a run of the matrix."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -65,10 +64,3 @@ class Result:
 
     def count(self, outcome: Outcome) -> int:
         return sum(case.outcome is outcome for case in self.cases)
-
-
-def of_json(known: Mapping[str, object]) -> Result:
-    fields: dict[str, object] = dict(known)
-    rows: Sequence[Mapping[str, str]] = fields.pop("cases")  # type: ignore[assignment]
-    cases = [CaseResult(row["name"], Outcome(row["outcome"]), row["detail"]) for row in rows]
-    return Result(**fields, cases=cases)  # type: ignore[arg-type]

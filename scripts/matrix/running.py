@@ -10,9 +10,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 import httpx
-from prometheus_client.parser import text_string_to_metric_families
 
 from epd.routing.instances import Role
+from epd.routing.reports import samples
 from epd.tools.bench.answer import TOLERANCES, Answer, differences
 from epd.tools.up.engine import Engine
 from epd.tools.up.process import ProcessDied
@@ -191,10 +191,5 @@ def summary(death: Exception) -> str:
 
 def total(engine: Engine, *names: str) -> float:
     """Return the sum of an engine's metrics of these names; 0 without any."""
-    page = httpx.get(f"{engine.url}/metrics", timeout=60).text
-    samples: Sequence[tuple[str, float]] = [
-        (sample.name, sample.value)
-        for family in text_string_to_metric_families(page)
-        for sample in family.samples
-    ]
-    return sum(value for name, value in samples if name in names)
+    page = httpx.get(f"{engine.url}/metrics", timeout=60).content
+    return sum(value for name in names for _, value in samples(page, name.encode()))

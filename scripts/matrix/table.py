@@ -1,21 +1,20 @@
 """The tables of results in docs/models.md."""
 
-import re
 from collections.abc import Iterator, Sequence
 
+from scripts.generated import filled
 from scripts.matrix.cases import DISTINCT
 from scripts.matrix.results import Outcome, Result
 from scripts.matrix.subjects import E_P_D, E_PD, SUBJECTS, Subject
 
-PLACE = re.compile(r"(<!-- (matrix|differences) of the models -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 NOT_RUN = "not run"
 NAMES = {E_PD: "E+PD", E_P_D: "E+P+D"}
 
 
 def written(document: str, results: Sequence[Result]) -> str:
     """Return the document with updated tables; all other text stays."""
-    tables = {"matrix": matrix, "differences": noted}
-    return PLACE.sub(lambda found: found[1] + tables[found[2]](results) + found[4], document)
+    tables = {"matrix of the models": matrix, "differences of the models": noted}
+    return filled(document, lambda name, _: tables[name](results))
 
 
 def matrix(results: Sequence[Result]) -> str:

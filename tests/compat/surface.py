@@ -21,9 +21,9 @@ from typing import Any, Literal, get_args, get_origin
 from ec_store import check_url
 from ec_store.__main__ import make_parser as ec_store_parser
 from epd.__main__ import make_parser as epd_parser
-from epd.config.fields import flag_of
 from epd.config.flags import FIELDS, SECRETS, variables_of
 from epd.observe.metric_defs import METRIC_DEFS
+from epd.parser import flag_of
 from epd.server.app import ROUTES
 from tests.paths import ROOT
 

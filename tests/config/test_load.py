@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from epd.config import ConfigInvalid, ProxyConfig
-from epd.config.fields import flag_of
 from epd.config.flags import FIELDS, SECRETS, add_flags, metavar_of
 from epd.config.load import Loaded, load
 from epd.config.shown import as_yaml
-from epd.parser import Parser
+from epd.parser import Parser, flag_of
 from epd.routing.instances import Role
 
 INSTANCES = {"encode_servers_urls": "http://e:1", "decode_servers_urls": "http://d:1"}

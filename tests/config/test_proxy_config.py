@@ -139,3 +139,7 @@ def test_blank_list_of_hosts_does_not_allow_every_host(
     assert getattr(config(**more, **{name: ""}), name) == ()
     with pytest.raises(ValidationError, match=name):
         config(**more, **{name: blank})
+
+
+def test_blank_list_of_addresses_is_empty() -> None:
+    assert config(prefill_servers_urls="http://p", prefill_kv_addrs=" ").prefill_kv_addrs == ()

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.published_reports import REPORTS, filled, read
+from scripts.generated import filled
+from scripts.published_reports import REPORTS, read, section
 
 FILES = sorted(REPORTS.glob("*.json"))
 
@@ -15,7 +16,7 @@ def test_each_report_is_in_a_page_and_up_to_date() -> None:
 
     assert FILES
     assert all(any(f"<!-- report {file.name} -->" in page for page in pages) for file in FILES)
-    assert [filled(page) for page in pages] == pages
+    assert [filled(page, section) for page in pages] == pages
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)

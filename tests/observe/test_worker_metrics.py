@@ -214,10 +214,10 @@ async def writing(worker: Worker) -> AsyncIterator[None]:
         task.cancel()
 
 
-async def changes(page: SharedPage, worker: Worker, turns: int) -> int:
-    """Return how often the page is written while the worker counts for some turns of the loop."""
+async def changes(page: SharedPage, worker: Worker) -> int:
+    """Return how often the page is written while the worker counts for ten turns of the loop."""
     before = page.write_count()
-    for _ in range(turns):
+    for _ in range(10):
         worker.counter.inc()
         await asyncio.sleep(0)
     return page.write_count() - before
@@ -227,9 +227,9 @@ async def test_a_worker_writes_rarely_without_a_scrape(pages: list[SharedPage]) 
     one, other = (Worker(pages, index, Pace(0, 90, 0, 15)) for index in (0, 1))
     async with writing(one):
         await asyncio.sleep(0)
-        assert await changes(pages[0], one, 10) == 0
+        assert await changes(pages[0], one) == 0
         other.figures()
-        assert await changes(pages[0], one, 10) >= 9
+        assert await changes(pages[0], one) >= 9
 
     assert pages[1].write_count() == 1
 
@@ -237,4 +237,4 @@ async def test_a_worker_writes_rarely_without_a_scrape(pages: list[SharedPage]) 
 async def test_a_worker_writes_its_page_without_a_scrape(pages: list[SharedPage]) -> None:
     one = Worker(pages, 0, Pace(0, 90, 0, 0))
     async with writing(one):
-        assert await changes(pages[0], one, 10) >= 9
+        assert await changes(pages[0], one) >= 9

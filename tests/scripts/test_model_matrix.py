@@ -5,12 +5,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from epd.tools.bench.answer import Answer, differences, read_answer, read_events
 from epd.tools.up.process import ProcessDied
 from scripts.matrix.cases import cases, distinct
-from scripts.matrix.results import CaseResult, Outcome, Result, of_json
+from scripts.matrix.results import CaseResult, Outcome, Result
 from scripts.matrix.running import summary
 from scripts.matrix.subjects import E_P_D, E_PD, PICTURE, SOUND, SUBJECTS, VIDEO
 from scripts.matrix.table import written
@@ -140,7 +141,7 @@ def test_every_family_is_in_the_matrix() -> None:
 
 
 def test_a_read_result_equals_the_written_one() -> None:
-    assert of_json(json.loads(json.dumps(asdict(RESULT)))) == RESULT
+    assert msgspec.json.decode(json.dumps(asdict(RESULT)), type=Result) == RESULT
 
 
 def test_the_end_of_an_engine_is_reported_without_its_log() -> None:

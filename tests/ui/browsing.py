@@ -84,7 +84,7 @@ class Tabs:
     async def __call__(
         self, url: str, *, width: int = 1280, state: object = None, **context: object
     ) -> AsyncIterator[Looked]:
-        """Open a page in a new tab.
+        """Open a page in a new tab, and check that its browser reported no problem.
 
         Args:
             url: URL of the proxy.
@@ -112,5 +112,6 @@ class Tabs:
         try:
             await page.goto(f"{url}/ui")
             yield looked
+            assert looked.wrong == []
         finally:
             await opened.close()

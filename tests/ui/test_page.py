@@ -50,7 +50,6 @@ async def test_the_page_loads_without_errors_or_requests_elsewhere(stack: Stack,
         await expect(columns).to_have_text([re.compile(f"{role} 1 of 1 healthy") for role in ROLES])
         await expect(looked.page.locator("#about")).to_contain_text("1e1p1d")
 
-    assert looked.wrong == []
     assert {urlsplit(url).netloc for url in looked.asked} == {urlsplit(stack.url).netloc}
 
 
@@ -74,7 +73,6 @@ async def test_a_request_shows_up_and_opens_by_keyboard(stack: Stack, tab: Tabs)
 
         await expect(button).to_be_focused()
         await expect(detail).to_be_visible()
-        assert looked.wrong == []
 
 
 async def test_a_stopped_instance_is_shown_as_down_until_it_recovers(tab: Tabs) -> None:
@@ -96,8 +94,6 @@ async def test_a_stopped_instance_is_shown_as_down_until_it_recovers(tab: Tabs) 
             await expect(looked.page.get_by_role("log")).to_contain_text("Encode is healthy")
             await expect(looked.page).to_have_title("EPD proxy")
 
-            assert looked.wrong == []
-
 
 async def test_the_page_shows_why_an_instance_gets_no_requests(stack: Stack, tab: Tabs) -> None:
     async with tab(stack.url, state=large(4)) as looked:
@@ -109,8 +105,6 @@ async def test_the_page_shows_why_an_instance_gets_no_requests(stack: Stack, tab
         await expect(log).to_contain_text("is down: connection refused")
         trial = instances.locator("li[data-state=trial]").first
         await expect(trial.locator(".state")).to_have_text("on trial")
-
-        assert looked.wrong == []
 
 
 async def test_servers_that_do_all_three_are_shown_and_counted_once(
@@ -133,8 +127,6 @@ async def test_servers_that_do_all_three_are_shown_and_counted_once(
         shown = await asyncio.to_thread(run, "top", "--once", "--url", url)
         async with aiohttp.ClientSession() as http, http.get(f"{url}/metrics") as reply:
             up = re.findall(r"^epd_instance_up.*", await reply.text(), re.MULTILINE)
-
-        assert looked.wrong == []
     assert "  2epd  " in shown.stdout
     assert re.findall(r"^\S*PD\d", shown.stdout, re.MULTILINE) == ["EPD1", "EPD2"]
     assert len(up) == 2
@@ -155,8 +147,6 @@ async def test_a_fleet_that_lacks_stages_is_shown(
         await expect(looked.page.get_by_role("log")).to_contain_text("Prefill is removed")
         await expect(looked.page.locator("#instances li")).to_have_count(len(roles))
 
-        assert looked.wrong == []
-
 
 async def test_the_page_shows_what_was_saved(tab: Tabs, stack: Stack) -> None:
     async with tab(stack.url, state=large(1)) as looked:
@@ -176,8 +166,6 @@ async def test_the_page_shows_what_was_saved(tab: Tabs, stack: Stack) -> None:
                 "12 conversations",
             ]
         )
-
-        assert looked.wrong == []
 
 
 async def test_rejected_requests_are_shown_apart_from_failed_ones(tab: Tabs, stack: Stack) -> None:
@@ -202,8 +190,6 @@ async def test_rejected_requests_are_shown_apart_from_failed_ones(tab: Tabs, sta
         row = looked.page.locator("#requests tbody tr")
         await expect(row).to_have_attribute("data-outcome", "rejected")
 
-        assert looked.wrong == []
-
 
 def tile(page: Page, title: str) -> Locator:
     return page.locator("#tiles li").filter(has_text=title)
@@ -225,8 +211,6 @@ async def test_the_time_to_the_first_token_is_shown_of_streams(tab: Tabs) -> Non
         await expect(first.locator("small")).to_contain_text(f"p90 {seconds_text(found['p90_s'])},")
         await expect(looked.page.locator(".axis")).to_contain_text("of streams only")
 
-        assert looked.wrong == []
-
 
 async def test_the_use_of_a_store_is_shown_as_a_bar(tab: Tabs, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/store?max_bytes=1MiB"
@@ -247,7 +231,6 @@ async def test_the_use_of_a_store_is_shown_as_a_bar(tab: Tabs, tmp_path: Path) -
             await expect(looked.page.locator("#store")).to_contain_text("shared disk")
 
             assert share == pytest.approx(used / quota, abs=0.02)
-            assert looked.wrong == []
 
 
 async def test_each_memory_of_a_host_has_a_bar_and_unknown_is_not_0(
@@ -264,7 +247,6 @@ async def test_each_memory_of_a_host_has_a_bar_and_unknown_is_not_0(
         await expect(silent.get_by_role("meter")).to_have_count(0)
 
         assert not re.search(r"\b0\b", await silent.locator("span").inner_text())
-        assert looked.wrong == []
 
 
 async def test_a_page_without_a_store_says_so(tab: Tabs, stack: Stack) -> None:
@@ -314,8 +296,6 @@ async def test_instances_show_their_reports_and_a_common_version_once(
         await expect(card.locator(".busy")).to_have_text("0 in flight")
         await expect(card.locator(".facts")).to_contain_text("prefix hits expected 80 %")
         await expect(card.locator(".facts")).not_to_contain_text("KV use")
-
-        assert looked.wrong == []
 
 
 async def test_saved_encodes_of_unknown_duration_show_no_time(tab: Tabs, stack: Stack) -> None:
@@ -436,8 +416,6 @@ async def test_the_bandwidth_of_kv_transfers_is_shown_at_decode(tab: Tabs, stack
         cards = looked.page.locator("#instances li")
         await expect(cards.filter(has_text="KV transfers 480 MB/s")).to_have_count(1)
 
-        assert looked.wrong == []
-
 
 async def test_the_page_shows_a_lost_proxy_and_reconnects(stack: Stack, tab: Tabs) -> None:
     async with tab(stack.url) as looked:
@@ -447,6 +425,7 @@ async def test_the_page_shows_a_lost_proxy_and_reconnects(stack: Stack, tab: Tab
         await expect(link).to_contain_text("no answer since")
         await looked.page.unroute("**/ui/state")
         await expect(link).to_have_text("live")
+        looked.wrong.clear()  # the browser reports requests without an answer
 
 
 async def test_the_page_asks_for_the_key_and_keeps_it_out_of_urls(tab: Tabs) -> None:
@@ -468,6 +447,7 @@ async def test_the_page_asks_for_the_key_and_keeps_it_out_of_urls(tab: Tabs) -> 
         assert ADMIN not in await looked.page.content()
         assert ADMIN not in await looked.page.evaluate("JSON.stringify(localStorage)")
         assert await looked.page.context.cookies() == []
+        looked.wrong.clear()  # the browser reports statuses of 401
 
 
 async def test_a_proxy_without_a_key_shows_why_it_refuses(stack: Stack, tab: Tabs) -> None:
@@ -475,6 +455,7 @@ async def test_a_proxy_without_a_key_shows_why_it_refuses(stack: Stack, tab: Tab
     async with tab(stack.url, extra_http_headers=forwarded) as looked:
         await expect(looked.page.get_by_role("alert")).to_contain_text("EPD_ADMIN_API_KEY")
         await expect(looked.page.get_by_role("dialog")).to_be_hidden()
+        looked.wrong.clear()  # the browser reports statuses of 403
 
 
 async def test_the_page_is_dark_or_light_by_the_system(stack: Stack, tab: Tabs) -> None:
@@ -495,7 +476,6 @@ async def test_page_is_no_wider_than_the_window(stack: Stack, tab: Tabs, width: 
         wide = await looked.page.evaluate("document.documentElement.scrollWidth")
 
         assert wide == width
-        assert looked.wrong == []
 
 
 @pytest.mark.parametrize("scheme", ["dark", "light"])
@@ -584,5 +564,4 @@ async def test_values_from_outside_are_shown_as_text(stack: Stack, tab: Tabs) ->
         assert await looked.page.evaluate("window.hacked") is None
         assert await looked.page.locator("img").count() == 1  # the page's own image
         assert await looked.page.locator("script").count() == 1
-        assert looked.wrong == []
         assert not any("/x" in url for url in looked.asked)

@@ -1,7 +1,7 @@
 """What is read while a client reads the page, and what it costs."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, cast
 
 import pytest
@@ -72,16 +72,26 @@ class Parts:
             self.clock,
         )
 
+    @property
+    def cache(self) -> FakeCache:
+        [cache] = self.caches.values()
+        return cache
+
     async def stores(self) -> list[Any]:
         looked = await self.readings.look()
         await asyncio.sleep(0)  # the reads that it has begun
         return list(looked.stores)
 
 
-async def test_the_first_look_waits_for_a_store_that_answers() -> None:
+@pytest.fixture
+async def parts() -> AsyncIterator[Parts]:
     parts = Parts()
     async with parts.readings:
-        [store] = await parts.stores()
+        yield parts
+
+
+async def test_the_first_look_waits_for_a_store_that_answers(parts: Parts) -> None:
+    [store] = await parts.stores()
 
     assert (store["name"], store["known"], store["entries"]) == ("h0:7000", True, 3)
     assert (store["bytes"], store["max_bytes"]) == (700, 1000)
@@ -89,92 +99,72 @@ async def test_the_first_look_waits_for_a_store_that_answers() -> None:
     assert (store["evictions"], store["refused"]) == (None, None)
 
 
-async def test_a_store_is_read_at_an_interval_for_any_number_of_looks() -> None:
-    parts = Parts()
-    [cache] = parts.caches.values()
-    async with parts.readings:
-        for _ in range(50):
-            await parts.readings.look()
-        assert cache.reads == 1
-        parts.clock.now_s += STORE_S
-        for _ in range(50):
-            await parts.stores()
+async def test_a_store_is_read_at_an_interval_for_any_number_of_looks(parts: Parts) -> None:
+    for _ in range(50):
+        await parts.readings.look()
+    assert parts.cache.reads == 1
+    parts.clock.now_s += STORE_S
+    for _ in range(50):
+        await parts.stores()
 
-        assert cache.reads == 2
+    assert parts.cache.reads == 2
 
 
-async def test_readings_are_made_only_for_a_look() -> None:
-    parts = Parts()
-    async with parts.readings:
-        parts.clock.now_s += 100 * VERSION_S
-        await asyncio.sleep(0.01)
+async def test_readings_are_made_only_for_a_look(parts: Parts) -> None:
+    parts.clock.now_s += 100 * VERSION_S
+    await asyncio.sleep(0.01)
 
-    assert [cache.reads for cache in parts.caches.values()] == [0]
+    assert parts.cache.reads == 0
     assert parts.upstream.asked == []
 
 
-async def test_a_store_that_hangs_is_unknown_and_has_one_read() -> None:
-    parts = Parts()
-    [cache] = parts.caches.values()
-    async with parts.readings:
-        assert (await parts.stores())[0]["known"]
-        cache.answer = cache.hangs
+async def test_a_store_that_hangs_is_unknown_and_has_one_read(parts: Parts) -> None:
+    assert (await parts.stores())[0]["known"]
+    parts.cache.answer = parts.cache.hangs
+    parts.clock.now_s += STORE_S
+    assert (await parts.stores())[0]["known"]  # as it was last read
+    for _ in range(20):
         parts.clock.now_s += STORE_S
-        assert (await parts.stores())[0]["known"]  # as it was last read
-        for _ in range(20):
-            parts.clock.now_s += STORE_S
-            [store] = await parts.stores()
-            assert not store["known"]
-            assert store["entries"] is None
-
-    assert cache.reads == 2
-
-
-async def test_a_store_that_fails_is_unknown_until_it_answers() -> None:
-    parts = Parts()
-    [cache] = parts.caches.values()
-    cache.answer = cache.fails
-    async with parts.readings:
-        assert not (await parts.stores())[0]["known"]
-        cache.answer = cache.answers
-        parts.clock.now_s += STORE_S
-        assert not (await parts.stores())[0]["known"]  # it does not wait for the read
-
-        assert (await parts.stores())[0]["known"]
-
-
-async def test_a_store_is_unknown_after_an_unexpected_exception() -> None:
-    parts = Parts()
-    [cache] = parts.caches.values()
-    async with parts.readings:
-        assert (await parts.stores())[0]["known"]
-        cache.answer = cache.breaks
-        for _ in range(2):
-            parts.clock.now_s += STORE_S
-            await parts.stores()
-
-        assert not (await parts.stores())[0]["known"]
-
-
-async def test_a_store_that_requests_bypass_is_still_read() -> None:
-    parts = Parts()
-    [cache] = parts.caches.values()
-    cache.open_circuits["store_questions"] = True
-    async with parts.readings:
         [store] = await parts.stores()
+        assert not store["known"]
+        assert store["entries"] is None
+
+    assert parts.cache.reads == 2
+
+
+async def test_a_store_that_fails_is_unknown_until_it_answers(parts: Parts) -> None:
+    parts.cache.answer = parts.cache.fails
+    assert not (await parts.stores())[0]["known"]
+    parts.cache.answer = parts.cache.answers
+    parts.clock.now_s += STORE_S
+    assert not (await parts.stores())[0]["known"]  # it does not wait for the read
+
+    assert (await parts.stores())[0]["known"]
+
+
+async def test_a_store_is_unknown_after_an_unexpected_exception(parts: Parts) -> None:
+    assert (await parts.stores())[0]["known"]
+    parts.cache.answer = parts.cache.breaks
+    for _ in range(2):
+        parts.clock.now_s += STORE_S
+        await parts.stores()
+
+    assert not (await parts.stores())[0]["known"]
+
+
+async def test_a_store_that_requests_bypass_is_still_read(parts: Parts) -> None:
+    parts.cache.open_circuits["store_questions"] = True
+    [store] = await parts.stores()
 
     assert (store["known"], store["bypassed"]) == (True, True)
 
 
-async def test_a_value_of_an_earlier_reader_is_not_shown() -> None:
-    parts = Parts()
-    [cache] = parts.caches.values()
-    async with parts.readings:
-        await parts.readings.look()
-        cache.answer = cache.fails
-        parts.clock.now_s += FORGET_AFTER * STORE_S
+async def test_a_value_of_an_earlier_reader_is_not_shown(parts: Parts) -> None:
+    await parts.readings.look()
+    parts.cache.answer = parts.cache.fails
+    parts.clock.now_s += FORGET_AFTER * STORE_S
 
-        assert not (await parts.stores())[0]["known"]
+    assert not (await parts.stores())[0]["known"]
 
 
 async def test_each_host_has_a_row_and_the_rows_are_bounded() -> None:

@@ -6,6 +6,7 @@ Modules other than this one need torch and transformers, which come with vLLM.
 import os
 import subprocess
 import sys
+from argparse import ArgumentParser
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -18,6 +19,16 @@ GENERATED: Mapping[str, str] = MappingProxyType(
     }
 )
 """Module and function that build a model, by its name for `--generate`."""
+
+
+def add_generate(parser: ArgumentParser) -> None:
+    """Add the flag of commands that write a generated model."""
+    parser.add_argument(
+        "--generate",
+        choices=GENERATED,
+        help="write a model with random weights first, unless the folder --model has one (default: "
+        "a folder in the user's cache)",
+    )
 
 
 def model_folder(name: str) -> Path:

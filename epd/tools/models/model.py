@@ -63,6 +63,14 @@ class TinyModel:
             (folder / name).write_text(text)
 
 
+def model_of(kind: type[PreTrainedModel], **fields: Any) -> PreTrainedModel:
+    """Return a model of a class, with these fields in its configuration."""
+    config = kind.config_class(
+        architectures=[kind.__name__], tie_word_embeddings=False, dtype="bfloat16", **fields
+    )
+    return kind(config)
+
+
 def text_config(vocabulary: Vocabulary, **more: Any) -> dict[str, Any]:
     """Return the configuration of a text model with two layers."""
     return {

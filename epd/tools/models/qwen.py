@@ -1,5 +1,6 @@
 """Parts that the tiny Qwen2 models share."""
 
+from epd.tools.models.model import HIDDEN
 from epd.tools.models.vocabulary import Vocabulary
 
 VOCABULARY = Vocabulary(
@@ -20,3 +21,11 @@ VOCABULARY = Vocabulary(
 )
 ROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [8, 12, 12]}
 """Rotary positions in time, height and width, for attention heads of size 64."""
+TOWER = {
+    "depth": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_heads": 4,
+    "out_hidden_size": HIDDEN,
+}
+"""Vision tower since Qwen2.5-VL; GLM-4.1V has these fields too."""

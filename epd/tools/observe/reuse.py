@@ -181,11 +181,6 @@ class ReuseDistances:
         """Estimated number of different items; exact while all of them are in the sample."""
         return len(self._items) if self.share == 1 else self._counts.distinct()
 
-    @property
-    def repeats(self) -> float:
-        """Estimated number of references to an item that was seen before."""
-        return max(self.references - self.distinct, 0.0)
-
     def _items_of_each(self) -> float:
         """Return the number of items for which a sampled one stands."""
         return 1.0 if self.share == 1 else self._counts.distinct() / max(len(self._items), 1)

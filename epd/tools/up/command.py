@@ -21,11 +21,11 @@ from ec_store.config import redacted
 from ec_store.errors import StoreError
 from ec_store.keys import EntryKey
 from ec_store.opening import open_store
-from epd.parser import Commands, Parser, unknown_message
+from epd.parser import Commands, Parser, flag_of, unknown_message
 from epd.running_proxy import fleet_folder
 from epd.tools.machine import nvidia_devices
 from epd.tools.model_config import config_path, read_config
-from epd.tools.models import GENERATED, model_folder, write_model
+from epd.tools.models import add_generate, model_folder, write_model
 from epd.tools.up import host_memory
 from epd.tools.up.encoders import text_architectures, why_unservable
 from epd.tools.up.model_sizes import ModelSizes, checkpoint_tensors, model_sizes
@@ -98,21 +98,19 @@ def add_parser(commands: Commands) -> None:
     for name, field in FleetSettings.model_fields.items():
         if field.annotation is bool:
             parser.add_argument(
-                _flag(name), default=SUPPRESS, action=BooleanOptionalAction, help=field.description
+                flag_of(name),
+                default=SUPPRESS,
+                action=BooleanOptionalAction,
+                help=field.description,
             )
         elif name not in BY_VARIABLE_ALONE:
             parser.add_argument(
-                _flag(name),
+                flag_of(name),
                 default=SUPPRESS,
                 metavar=_metavar(name),
                 help=_help(field).replace("%", "%%"),
             )
-    parser.add_argument(
-        "--generate",
-        choices=GENERATED,
-        help="write a model with random weights first, unless the folder --model has one (default: "
-        "a folder in the user's cache)",
-    )
+    add_generate(parser)
     parser.add_argument(
         "--dry-run", action="store_true", help="print the command lines and start nothing"
     )
@@ -123,10 +121,6 @@ def add_parser(commands: Commands) -> None:
 def _metavar(name: str) -> str:
     last = name.rpartition("_")[2]
     return _METAVARS.get(last, last.upper())
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _help(field: FieldInfo) -> str:
@@ -279,7 +273,7 @@ def _flag_or_variable(location: tuple[int | str, ...]) -> str:
         alias = field.validation_alias
         names = [name, *(alias.choices if isinstance(alias, AliasChoices) else [alias])]
         if location and location[0] in names and name not in BY_VARIABLE_ALONE:
-            return _flag(name)
+            return flag_of(name)
     return " ".join(map(str, location[:1]))
 
 

@@ -1,13 +1,12 @@
 """Gemma 3: pictures, sent raw."""
 
 from transformers import (
-    Gemma3Config,
     Gemma3ForConditionalGeneration,
     Gemma3ImageProcessor,
     Gemma3Processor,
 )
 
-from epd.tools.models.model import TinyModel, text_config, vision_config
+from epd.tools.models.model import TinyModel, model_of, text_config, vision_config
 from epd.tools.models.vocabulary import START, Vocabulary
 from epd.tools.models.weights import TOWER_PREFIX
 
@@ -31,8 +30,8 @@ VOCABULARY = Vocabulary(
 
 
 def build() -> TinyModel:
-    config = Gemma3Config(
-        architectures=["Gemma3ForConditionalGeneration"],
+    model = model_of(
+        Gemma3ForConditionalGeneration,
         text_config=text_config(
             VOCABULARY,
             head_dim=64,
@@ -44,12 +43,10 @@ def build() -> TinyModel:
         boi_token_index=VOCABULARY.id("<start_of_image>"),
         eoi_token_index=VOCABULARY.id("<end_of_image>"),
         image_token_index=VOCABULARY.id("<image_soft_token>"),
-        tie_word_embeddings=False,
-        dtype="bfloat16",
     )
     processor = Gemma3Processor(
         image_processor=Gemma3ImageProcessor(size={"height": SIDE, "width": SIDE}),
         tokenizer=VOCABULARY.tokenizer(),
         image_seq_length=TOKENS,
     )
-    return TinyModel(Gemma3ForConditionalGeneration(config), processor, prefixes=TOWER_PREFIX)
+    return TinyModel(model, processor, prefixes=TOWER_PREFIX)

@@ -2,14 +2,13 @@
 
 from transformers import (
     Gemma4AudioFeatureExtractor,
-    Gemma4Config,
     Gemma4ForConditionalGeneration,
     Gemma4ImageProcessor,
     Gemma4Processor,
     Gemma4VideoProcessor,
 )
 
-from epd.tools.models.model import TinyModel, text_config, vision_config
+from epd.tools.models.model import TinyModel, model_of, text_config, vision_config
 from epd.tools.models.vocabulary import START, Vocabulary
 
 TOKENS = 70
@@ -30,8 +29,8 @@ VOCABULARY = Vocabulary(
 
 
 def build() -> TinyModel:
-    config = Gemma4Config(
-        architectures=["Gemma4ForConditionalGeneration"],
+    model = model_of(
+        Gemma4ForConditionalGeneration,
         text_config=text_config(
             VOCABULARY,
             head_dim=64,
@@ -51,8 +50,6 @@ def build() -> TinyModel:
         boa_token_id=VOCABULARY.id("<|audio>"),
         eoa_token_index=VOCABULARY.id("<audio|>"),
         audio_token_id=VOCABULARY.id("<|audio|>"),
-        tie_word_embeddings=False,
-        dtype="bfloat16",
     )
     processor = Gemma4Processor(
         feature_extractor=Gemma4AudioFeatureExtractor(),
@@ -60,4 +57,4 @@ def build() -> TinyModel:
         video_processor=Gemma4VideoProcessor(),
         tokenizer=VOCABULARY.tokenizer(),
     )
-    return TinyModel(Gemma4ForConditionalGeneration(config), processor)
+    return TinyModel(model, processor)

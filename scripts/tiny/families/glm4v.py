@@ -1,14 +1,14 @@
 """GLM-4.1V: pictures, and one video, sent raw."""
 
 from transformers import (
-    Glm4vConfig,
     Glm4vForConditionalGeneration,
     Glm4vImageProcessor,
     Glm4vProcessor,
     Glm4vVideoProcessor,
 )
 
-from epd.tools.models.model import HIDDEN, TinyModel, text_config
+from epd.tools.models.model import TinyModel, model_of, text_config
+from epd.tools.models.qwen import TOWER
 from epd.tools.models.vocabulary import Vocabulary
 
 PIXELS = {"shortest_edge": 56 * 56, "longest_edge": 512 * 28 * 28}
@@ -29,8 +29,8 @@ VOCABULARY = Vocabulary(
 
 
 def build() -> TinyModel:
-    config = Glm4vConfig(
-        architectures=["Glm4vForConditionalGeneration"],
+    model = model_of(
+        Glm4vForConditionalGeneration,
         text_config=text_config(
             VOCABULARY,
             rope_parameters={
@@ -40,25 +40,17 @@ def build() -> TinyModel:
                 "mrope_section": [4, 6, 6],
             },
         ),
-        vision_config={
-            "depth": 2,
-            "hidden_size": 64,
-            "num_heads": 4,
-            "intermediate_size": 128,
-            "out_hidden_size": HIDDEN,
-        },
+        vision_config=TOWER,
         image_token_id=VOCABULARY.id("<|image|>"),
         video_token_id=VOCABULARY.id("<|video|>"),
         image_start_token_id=VOCABULARY.id("<|begin_of_image|>"),
         image_end_token_id=VOCABULARY.id("<|end_of_image|>"),
         video_start_token_id=VOCABULARY.id("<|begin_of_video|>"),
         video_end_token_id=VOCABULARY.id("<|end_of_video|>"),
-        tie_word_embeddings=False,
-        dtype="bfloat16",
     )
     processor = Glm4vProcessor(
         image_processor=Glm4vImageProcessor(size=PIXELS),
         video_processor=Glm4vVideoProcessor(size=PIXELS),
         tokenizer=VOCABULARY.tokenizer(),
     )
-    return TinyModel(Glm4vForConditionalGeneration(config), processor)
+    return TinyModel(model, processor)

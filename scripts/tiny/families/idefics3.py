@@ -1,20 +1,17 @@
 """Idefics3 and SmolVLM: pictures, sent raw."""
 
-from typing import Any
-
 from transformers import (
-    Idefics3Config,
     Idefics3ForConditionalGeneration,
     Idefics3ImageProcessor,
     Idefics3Processor,
-    SmolVLMConfig,
+    PreTrainedModel,
     SmolVLMForConditionalGeneration,
     SmolVLMImageProcessor,
     SmolVLMProcessor,
     SmolVLMVideoProcessor,
 )
 
-from epd.tools.models.model import TinyModel, text_config, vision_config
+from epd.tools.models.model import TinyModel, model_of, text_config, vision_config
 from epd.tools.models.vocabulary import PAD, Vocabulary
 
 SIDE, PATCH = 112, 14
@@ -34,40 +31,31 @@ VOCABULARY = Vocabulary(
 SIZES = {"size": {"longest_edge": 2 * SIDE}, "max_image_size": {"longest_edge": SIDE}}
 
 
-def sizes(text: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "text_config": text,
-        "vision_config": vision_config(image_size=SIDE, patch_size=PATCH),
-        "image_token_id": VOCABULARY.id("<image>"),
-        "pad_token_id": VOCABULARY.id(PAD),
-        "scale_factor": 2,
-        "tie_word_embeddings": False,
-        "dtype": "bfloat16",
-    }
+def idefics(kind: type[PreTrainedModel]) -> PreTrainedModel:
+    return model_of(
+        kind,
+        text_config=text_config(VOCABULARY, model_type="llama", head_dim=64),
+        vision_config=vision_config(image_size=SIDE, patch_size=PATCH),
+        image_token_id=VOCABULARY.id("<image>"),
+        pad_token_id=VOCABULARY.id(PAD),
+        scale_factor=2,
+    )
 
 
 def idefics3() -> TinyModel:
-    config = Idefics3Config(
-        architectures=["Idefics3ForConditionalGeneration"],
-        **sizes(text_config(VOCABULARY, model_type="llama", head_dim=64)),
-    )
     processor = Idefics3Processor(
         image_processor=Idefics3ImageProcessor(**SIZES),
         tokenizer=VOCABULARY.tokenizer(),
         image_seq_len=SEQUENCE,
     )
-    return TinyModel(Idefics3ForConditionalGeneration(config), processor)
+    return TinyModel(idefics(Idefics3ForConditionalGeneration), processor)
 
 
 def smolvlm() -> TinyModel:
-    config = SmolVLMConfig(
-        architectures=["SmolVLMForConditionalGeneration"],
-        **sizes(text_config(VOCABULARY, model_type="llama", head_dim=64)),
-    )
     processor = SmolVLMProcessor(
         image_processor=SmolVLMImageProcessor(**SIZES),
         video_processor=SmolVLMVideoProcessor(**SIZES),
         tokenizer=VOCABULARY.tokenizer(),
         image_seq_len=SEQUENCE,
     )
-    return TinyModel(SmolVLMForConditionalGeneration(config), processor)
+    return TinyModel(idefics(SmolVLMForConditionalGeneration), processor)

@@ -2,13 +2,12 @@
 
 from transformers import (
     GotOcr2ImageProcessor,
-    InternVLConfig,
     InternVLForConditionalGeneration,
     InternVLProcessor,
     InternVLVideoProcessor,
 )
 
-from epd.tools.models.model import TinyModel, text_config, vision_config
+from epd.tools.models.model import TinyModel, model_of, text_config, vision_config
 from epd.tools.models.vocabulary import Vocabulary
 
 SIDE, PATCH = 112, 14
@@ -28,16 +27,14 @@ VOCABULARY = Vocabulary(
 
 def build() -> TinyModel:
     size = {"height": SIDE, "width": SIDE}
-    config = InternVLConfig(
-        architectures=["InternVLForConditionalGeneration"],
+    model = model_of(
+        InternVLForConditionalGeneration,
         text_config=text_config(VOCABULARY, model_type="qwen2"),
         vision_config=vision_config(
             image_size=[SIDE, SIDE], patch_size=[PATCH, PATCH], layer_scale_init_value=1.0
         ),
         image_token_id=VOCABULARY.id("<IMG_CONTEXT>"),
         image_seq_length=SEQUENCE,
-        tie_word_embeddings=False,
-        dtype="bfloat16",
     )
     processor = InternVLProcessor(
         image_processor=GotOcr2ImageProcessor(size=size, crop_to_patches=True, max_patches=4),
@@ -45,4 +42,4 @@ def build() -> TinyModel:
         tokenizer=VOCABULARY.tokenizer(),
         image_seq_length=SEQUENCE,
     )
-    return TinyModel(InternVLForConditionalGeneration(config), processor)
+    return TinyModel(model, processor)

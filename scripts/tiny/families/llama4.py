@@ -1,13 +1,12 @@
 """Llama 4: pictures, sent raw."""
 
 from transformers import (
-    Llama4Config,
     Llama4ForConditionalGeneration,
     Llama4ImageProcessor,
     Llama4Processor,
 )
 
-from epd.tools.models.model import TinyModel, text_config, vision_config
+from epd.tools.models.model import TinyModel, model_of, text_config, vision_config
 from epd.tools.models.vocabulary import Vocabulary
 
 SIDE, PATCH = 128, 16
@@ -25,8 +24,8 @@ VOCABULARY = Vocabulary(
 
 
 def build() -> TinyModel:
-    config = Llama4Config(
-        architectures=["Llama4ForConditionalGeneration"],
+    model = model_of(
+        Llama4ForConditionalGeneration,
         text_config=text_config(
             VOCABULARY,
             intermediate_size_mlp=256,
@@ -48,12 +47,10 @@ def build() -> TinyModel:
         boi_token_index=VOCABULARY.id("<|image_start|>"),
         eoi_token_index=VOCABULARY.id("<|image_end|>"),
         image_token_index=VOCABULARY.id("<|patch|>"),
-        tie_word_embeddings=False,
-        dtype="bfloat16",
     )
     processor = Llama4Processor(
         image_processor=Llama4ImageProcessor(size={"height": SIDE, "width": SIDE}, max_patches=4),
         tokenizer=VOCABULARY.tokenizer(),
         patch_size=PATCH,
     )
-    return TinyModel(Llama4ForConditionalGeneration(config), processor)
+    return TinyModel(model, processor)

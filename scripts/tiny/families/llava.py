@@ -2,9 +2,7 @@
 
 from transformers import (
     CLIPImageProcessor,
-    LlavaConfig,
     LlavaForConditionalGeneration,
-    LlavaOnevisionConfig,
     LlavaOnevisionForConditionalGeneration,
     LlavaOnevisionImageProcessor,
     LlavaOnevisionProcessor,
@@ -12,7 +10,7 @@ from transformers import (
     LlavaProcessor,
 )
 
-from epd.tools.models.model import TinyModel, text_config, vision_config
+from epd.tools.models.model import TinyModel, model_of, text_config, vision_config
 from epd.tools.models.vocabulary import Vocabulary
 from epd.tools.models.weights import TOWER_PREFIX
 
@@ -27,8 +25,8 @@ VOCABULARY = Vocabulary(
 
 
 def llava() -> TinyModel:
-    config = LlavaConfig(
-        architectures=["LlavaForConditionalGeneration"],
+    model = model_of(
+        LlavaForConditionalGeneration,
         text_config=text_config(
             VOCABULARY, model_type="llama", architectures=["LlamaForCausalLM"], head_dim=64
         ),
@@ -38,8 +36,6 @@ def llava() -> TinyModel:
         image_token_index=VOCABULARY.id("<image>"),
         image_seq_length=SEQUENCE,
         vision_feature_layer=-1,
-        tie_word_embeddings=False,
-        dtype="bfloat16",
     )
     processor = LlavaProcessor(
         image_processor=CLIPImageProcessor(size={"shortest_edge": SIDE}, crop_size=SIZE),
@@ -48,13 +44,13 @@ def llava() -> TinyModel:
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,
     )
-    return TinyModel(LlavaForConditionalGeneration(config), processor, prefixes=TOWER_PREFIX)
+    return TinyModel(model, processor, prefixes=TOWER_PREFIX)
 
 
 def llava_onevision() -> TinyModel:
     pinpoints = [[SIDE, SIDE], [SIDE, 2 * SIDE], [2 * SIDE, SIDE], [2 * SIDE, 2 * SIDE]]
-    config = LlavaOnevisionConfig(
-        architectures=["LlavaOnevisionForConditionalGeneration"],
+    model = model_of(
+        LlavaOnevisionForConditionalGeneration,
         text_config=text_config(VOCABULARY, model_type="qwen2"),
         vision_config=vision_config(
             model_type="siglip_vision_model",
@@ -65,8 +61,6 @@ def llava_onevision() -> TinyModel:
         image_token_index=VOCABULARY.id("<image>"),
         video_token_index=VOCABULARY.id("<video>"),
         image_grid_pinpoints=pinpoints,
-        tie_word_embeddings=False,
-        dtype="bfloat16",
     )
     processor = LlavaOnevisionProcessor(
         image_processor=LlavaOnevisionImageProcessor(size=SIZE, image_grid_pinpoints=pinpoints),
@@ -75,6 +69,4 @@ def llava_onevision() -> TinyModel:
         num_image_tokens=SEQUENCE,
         vision_feature_select_strategy="full",
     )
-    return TinyModel(
-        LlavaOnevisionForConditionalGeneration(config), processor, prefixes=TOWER_PREFIX
-    )
+    return TinyModel(model, processor, prefixes=TOWER_PREFIX)

@@ -5,16 +5,14 @@ in that format, this one names no architecture of the text model.
 """
 
 from transformers import (
-    LlavaConfig,
     LlavaForConditionalGeneration,
-    Mistral3Config,
     Mistral3ForConditionalGeneration,
     PixtralImageProcessor,
     PixtralProcessor,
-    PreTrainedConfig,
+    PreTrainedModel,
 )
 
-from epd.tools.models.model import TinyModel, text_config, vision_config
+from epd.tools.models.model import TinyModel, model_of, text_config, vision_config
 from epd.tools.models.vocabulary import Vocabulary
 
 SIDE, PATCH = 256, 16
@@ -24,34 +22,24 @@ VOCABULARY = Vocabulary(
 
 
 def pixtral() -> TinyModel:
-    config = configuration(
-        LlavaConfig,
-        architectures=["LlavaForConditionalGeneration"],
-        image_seq_length=1,
-        vision_feature_select_strategy="full",
+    model = with_pixtral_tower(
+        LlavaForConditionalGeneration, image_seq_length=1, vision_feature_select_strategy="full"
     )
-    return TinyModel(LlavaForConditionalGeneration(config), pixtral_processor())
+    return TinyModel(model, pixtral_processor())
 
 
 def mistral3() -> TinyModel:
-    config = configuration(
-        Mistral3Config,
-        architectures=["Mistral3ForConditionalGeneration"],
-        spatial_merge_size=2,
-    )
-    return TinyModel(
-        Mistral3ForConditionalGeneration(config), pixtral_processor(spatial_merge_size=2)
-    )
+    model = with_pixtral_tower(Mistral3ForConditionalGeneration, spatial_merge_size=2)
+    return TinyModel(model, pixtral_processor(spatial_merge_size=2))
 
 
-def configuration(kind: type[PreTrainedConfig], **more: object) -> PreTrainedConfig:
-    return kind(
+def with_pixtral_tower(kind: type[PreTrainedModel], **more: object) -> PreTrainedModel:
+    return model_of(
+        kind,
         text_config=text_config(VOCABULARY, model_type="mistral", head_dim=64),
         vision_config=vision_config(model_type="pixtral", image_size=SIDE, patch_size=PATCH),
         image_token_index=VOCABULARY.id("[IMG]"),
         vision_feature_layer=-1,
-        tie_word_embeddings=False,
-        dtype="bfloat16",
         **more,
     )
 

@@ -1,13 +1,12 @@
 """PaddleOCR-VL: pictures, sent raw. vLLM's model class writes into its configuration."""
 
 from transformers import (
-    PaddleOCRVLConfig,
     PaddleOCRVLForConditionalGeneration,
     PaddleOCRVLImageProcessor,
     PaddleOCRVLProcessor,
 )
 
-from epd.tools.models.model import TinyModel, text_config, vision_config
+from epd.tools.models.model import TinyModel, model_of, text_config, vision_config
 from epd.tools.models.qwen import ROPE
 from epd.tools.models.vocabulary import PAD, Vocabulary
 
@@ -24,23 +23,16 @@ VOCABULARY = Vocabulary(
 
 
 def build() -> TinyModel:
-    config = PaddleOCRVLConfig(
-        architectures=["PaddleOCRVLForConditionalGeneration"],
+    model = model_of(
+        PaddleOCRVLForConditionalGeneration,
         text_config=text_config(
-            VOCABULARY,
-            head_dim=64,
-            rope_parameters=ROPE,
-            pad_token_id=VOCABULARY.id(PAD),
+            VOCABULARY, head_dim=64, rope_parameters=ROPE, pad_token_id=VOCABULARY.id(PAD)
         ),
-        vision_config=vision_config(
-            image_size=112,
-        ),
+        vision_config=vision_config(image_size=112),
         image_token_id=VOCABULARY.id("<|IMAGE_PLACEHOLDER|>"),
         video_token_id=VOCABULARY.id("<|VIDEO_PLACEHOLDER|>"),
         vision_start_token_id=VOCABULARY.id("<|IMAGE_START|>"),
         vision_end_token_id=VOCABULARY.id("<|IMAGE_END|>"),
-        tie_word_embeddings=False,
-        dtype="bfloat16",
     )
     processor = PaddleOCRVLProcessor(
         image_processor=PaddleOCRVLImageProcessor(
@@ -49,7 +41,7 @@ def build() -> TinyModel:
         tokenizer=VOCABULARY.tokenizer(),
     )
     return TinyModel(
-        PaddleOCRVLForConditionalGeneration(config),
+        model,
         processor,
         prefixes={
             "model.language_model.": "model.",

@@ -1,13 +1,12 @@
 """PaliGemma: one picture, sent raw. vLLM's model class writes into its configuration."""
 
 from transformers import (
-    PaliGemmaConfig,
     PaliGemmaForConditionalGeneration,
     PaliGemmaProcessor,
     SiglipImageProcessor,
 )
 
-from epd.tools.models.model import HIDDEN, TinyModel, text_config, vision_config
+from epd.tools.models.model import HIDDEN, TinyModel, model_of, text_config, vision_config
 from epd.tools.models.vocabulary import PAD, START, Vocabulary
 from epd.tools.models.weights import TOWER_PREFIX
 
@@ -23,13 +22,10 @@ VOCABULARY = Vocabulary(
 
 def build() -> TinyModel:
     """Return a tiny PaliGemma, on Gemma 1: its embeddings need not be tied."""
-    config = PaliGemmaConfig(
-        architectures=["PaliGemmaForConditionalGeneration"],
+    model = model_of(
+        PaliGemmaForConditionalGeneration,
         text_config=text_config(
-            VOCABULARY,
-            model_type="gemma",
-            head_dim=64,
-            pad_token_id=VOCABULARY.id(PAD),
+            VOCABULARY, model_type="gemma", head_dim=64, pad_token_id=VOCABULARY.id(PAD)
         ),
         vision_config=vision_config(
             model_type="siglip_vision_model",
@@ -41,16 +37,10 @@ def build() -> TinyModel:
         vocab_size=VOCABULARY.size,
         projection_dim=HIDDEN,
         hidden_size=HIDDEN,
-        tie_word_embeddings=False,
-        dtype="bfloat16",
     )
     image_processor = SiglipImageProcessor(size={"height": SIDE, "width": SIDE})
     image_processor.image_seq_length = (SIDE // PATCH) ** 2
     processor = PaliGemmaProcessor(
         image_processor=image_processor, tokenizer=VOCABULARY.tokenizer()
     )
-    return TinyModel(
-        PaliGemmaForConditionalGeneration(config),
-        processor,
-        prefixes=TOWER_PREFIX,
-    )
+    return TinyModel(model, processor, prefixes=TOWER_PREFIX)

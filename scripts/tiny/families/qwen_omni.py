@@ -17,24 +17,12 @@ from transformers import (
 )
 
 from epd.tools.models.model import HIDDEN, TinyModel, text_config
-from epd.tools.models.qwen import ROPE
+from epd.tools.models.qwen import ROPE, TOWER
 from epd.tools.models.vocabulary import Vocabulary
+from scripts.tiny.families.qwen2_audio import AUDIO
 
 THINKER = {"": "thinker."}
-AUDIO = {
-    "d_model": 64,
-    "encoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "encoder_ffn_dim": 128,
-    "output_dim": HIDDEN,
-}
-VISION = {
-    "depth": 2,
-    "hidden_size": 64,
-    "num_heads": 4,
-    "intermediate_size": 128,
-    "out_hidden_size": HIDDEN,
-}
+OMNI_AUDIO = {**AUDIO, "output_dim": HIDDEN}
 
 
 def omni_vocabulary(image: str, video: str, audio: str, bos: str, eos: str) -> Vocabulary:
@@ -65,24 +53,27 @@ QWEN3 = omni_vocabulary(
 )
 
 
+def token_ids(vocabulary: Vocabulary, suffix: str) -> dict[str, int]:
+    """Return the fields of a thinker for tokens: `suffix` ends the names of those of media."""
+    ids = {name: vocabulary.id(token) for name, token in vocabulary.names.items()}
+    return {
+        **{f"{kind}_token_{suffix}": ids[f"{kind}_token"] for kind in ("image", "video", "audio")},
+        "audio_start_token_id": ids["audio_bos_token"],
+        "audio_end_token_id": ids["audio_eos_token"],
+        "vision_start_token_id": ids["vision_bos_token"],
+        "vision_end_token_id": ids["vision_eos_token"],
+        "user_token_id": 0,
+    }
+
+
 def qwen2_5_omni() -> TinyModel:
     config = Qwen2_5OmniConfig(
         architectures=["Qwen2_5OmniModel"],
         thinker_config={
-            "text_config": text_config(
-                QWEN2_5,
-                rope_parameters=ROPE,
-            ),
-            "audio_config": AUDIO,
-            "vision_config": {**VISION, "window_size": 112, "fullatt_block_indexes": [1]},
-            "image_token_index": QWEN2_5.id("<|IMAGE|>"),
-            "video_token_index": QWEN2_5.id("<|VIDEO|>"),
-            "audio_token_index": QWEN2_5.id("<|AUDIO|>"),
-            "audio_start_token_id": QWEN2_5.id("<|audio_bos|>"),
-            "audio_end_token_id": QWEN2_5.id("<|audio_eos|>"),
-            "vision_start_token_id": QWEN2_5.id("<|vision_start|>"),
-            "vision_end_token_id": QWEN2_5.id("<|vision_end|>"),
-            "user_token_id": 0,
+            "text_config": text_config(QWEN2_5, rope_parameters=ROPE),
+            "audio_config": OMNI_AUDIO,
+            "vision_config": {**TOWER, "window_size": 112, "fullatt_block_indexes": [1]},
+            **token_ids(QWEN2_5, "index"),
             "tie_word_embeddings": False,
         },
         enable_audio_output=False,
@@ -110,23 +101,16 @@ def qwen3_omni() -> TinyModel:
                 rope_parameters={**ROPE, "mrope_interleaved": True},
                 mlp_only_layers=[0, 1],
             ),
-            "audio_config": {**AUDIO, "downsample_hidden_size": 16},
+            "audio_config": {**OMNI_AUDIO, "downsample_hidden_size": 16},
             "vision_config": {
-                **VISION,
+                **TOWER,
                 "num_position_embeddings": 256,
                 # vLLM reads these two, which published configurations contain.
                 "image_size": 256,
                 "apply_vit_abs_pos_embed": True,
                 "deepstack_visual_indexes": [0],
             },
-            "image_token_id": QWEN3.id("<|image_pad|>"),
-            "video_token_id": QWEN3.id("<|video_pad|>"),
-            "audio_token_id": QWEN3.id("<|audio_pad|>"),
-            "audio_start_token_id": QWEN3.id("<|audio_start|>"),
-            "audio_end_token_id": QWEN3.id("<|audio_end|>"),
-            "vision_start_token_id": QWEN3.id("<|vision_start|>"),
-            "vision_end_token_id": QWEN3.id("<|vision_end|>"),
-            "user_token_id": 0,
+            **token_ids(QWEN3, "id"),
             "tie_word_embeddings": False,
         },
         enable_audio_output=False,

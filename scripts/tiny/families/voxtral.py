@@ -8,9 +8,9 @@ import json
 
 import torch
 from mistral_common.tokens.tokenizers.base import SpecialTokens
-from transformers import VoxtralConfig, VoxtralForConditionalGeneration
+from transformers import VoxtralForConditionalGeneration
 
-from epd.tools.models.model import TinyModel, text_config, vision_config
+from epd.tools.models.model import TinyModel, model_of, text_config, vision_config
 from epd.tools.models.vocabulary import Vocabulary
 
 TOWER, MISTRAL_TOWER = "model.audio_tower.", "mm_whisper_embeddings.whisper_encoder."
@@ -25,8 +25,8 @@ SOUND = {
 
 
 def build() -> TinyModel:
-    config = VoxtralConfig(
-        architectures=["VoxtralForConditionalGeneration"],
+    model = model_of(
+        VoxtralForConditionalGeneration,
         text_config=text_config(
             VOCABULARY,
             model_type="llama",
@@ -48,10 +48,7 @@ def build() -> TinyModel:
             global_log_mel_max=None,
         ),
         audio_token_id=SPECIAL.index(SpecialTokens.audio),
-        tie_word_embeddings=False,
-        dtype="bfloat16",
     )
-    model = VoxtralForConditionalGeneration(config)
     for layer in model.model.audio_tower.layers:
         layer.self_attn.k_proj.bias = torch.nn.Parameter(torch.zeros(64))
     return TinyModel(

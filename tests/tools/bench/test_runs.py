@@ -154,17 +154,15 @@ def test_repeated_and_foreign_encodes_are_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("items", "figures", "note"),
+    ("items", "note"),
     [
-        ("it is not an EPD proxy", {}, "it is not an EPD proxy"),
-        (Items(9, 9, 0, 9), {}, "it has other clients"),
-        (Items(1, 1, 0, 1), {}, "several workers"),
+        ("it is not an EPD proxy", "it is not an EPD proxy"),
+        (Items(9, 9, 0, 9), "it has other clients"),
+        (Items(1, 1, 0, 1), "several workers"),
     ],
 )
-def test_unknown_figures_are_left_out_and_named(
-    items: Items | str, figures: Mapping[str, Any], note: str
-) -> None:
-    ran = run(items, **figures)
+def test_unknown_figures_are_left_out_and_named(items: Items | str, note: str) -> None:
+    ran = run(items)
 
     assert (ran.hit_rate, ran.encodes_per_distinct_picture) == (None, None)
     assert note in ran.notes[0]

@@ -27,6 +27,7 @@ from tests.discovery.name_server import NameServer
 from tests.support.backed import Backed
 from tests.support.fake_instance import (
     FakeInstance,
+    Handler,
     decodes,
     encodes,
     encodes_without_params,
@@ -88,6 +89,18 @@ async def clinic(tmp_path: Path) -> AsyncIterator[Clinic]:
         await asyncio.gather(*backed.writes)
 
 
+def divert(
+    instance: FakeInstance, which: Callable[[dict[str, Any]], object], chat: Handler
+) -> None:
+    """Let an instance answer those requests in another way."""
+    usual = instance.chat
+
+    async def answers(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return await (chat if which(body) else usual)(request, body)
+
+    instance.chat = answers
+
+
 async def test_a_correct_fleet_has_no_findings(clinic: Clinic) -> None:
     findings = await clinic.findings()
 
@@ -115,13 +128,7 @@ async def test_the_transfer_in_use_is_tried(clinic: Clinic, transfer: str) -> No
     async with AsyncExitStack() as stack:
         own = await wire.begin(stack)
         wire.settle([clinic.prefill], [clinic.decode])
-        strictly = clinic.prefill.chat
-
-        async def chat(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-            alone = "ec_transfer_params" in body
-            return await (consumes if alone else strictly)(request, body)
-
-        clinic.prefill.chat = chat
+        divert(clinic.prefill, lambda body: "ec_transfer_params" in body, consumes)
         findings = await clinic.findings(kv_transfer=transfer, **own)
 
     assert [one for one in findings if one.verdict is not Verdict.OK] == []
@@ -232,25 +239,18 @@ async def test_slow_kv_transfers_of_a_pair_are_found(
     assert counts.tokens[:2] == [trials.TOKENS, MAX_TOKENS - 1]
 
 
-async def test_a_trial_of_kv_transfers_has_at_most_a_gigabyte(
-    clinic: Clinic, talking: Turns
+@pytest.mark.parametrize(
+    ("kb_per_token", "longest", "tokens"), [(1000, MAX_TOKENS, 1000), (100, 0, trials.TOKENS)]
+)
+async def test_a_trial_of_kv_transfers_has_at_most_a_gigabyte_and_is_small_if_in_doubt(
+    clinic: Clinic, talking: Turns, kb_per_token: int, longest: int, tokens: int
 ) -> None:
-    counts = Counts(kb_per_token=1000)
+    counts = Counts(kb_per_token)
     counts.count(clinic)
+    clinic.decode.max_model_len = longest
     await clinic.findings(**WITHOUT)
 
-    assert counts.tokens[:2] == [trials.TOKENS, 1000]
-
-
-async def test_a_trial_stays_small_if_the_longest_request_is_unknown(
-    clinic: Clinic, talking: Turns
-) -> None:
-    counts = Counts()
-    counts.count(clinic)
-    clinic.decode.max_model_len = 0
-    await clinic.findings(**WITHOUT)
-
-    assert counts.tokens[:2] == [trials.TOKENS] * 2
+    assert counts.tokens[:2] == [trials.TOKENS, tokens]
 
 
 async def test_kv_blocks_on_a_machine_without_accelerators_are_not_judged(
@@ -268,13 +268,9 @@ async def test_a_trial_of_kv_transfers_that_fails_is_a_warning(
     clinic: Clinic, talking: Turns
 ) -> None:
     Counts().count(clinic)
-    decodes_it = clinic.decode.chat
-
-    async def chat(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        long = len(body.get("prompt", "")) > 2 * trials.TOKENS
-        return await (refuses(500, "out of blocks") if long else decodes_it)(request, body)
-
-    clinic.decode.chat = chat
+    long = 2 * trials.TOKENS
+    refusal = refuses(500, "out of blocks")
+    divert(clinic.decode, lambda body: len(body.get("prompt", "")) > long, refusal)
     finding = of_pair(await clinic.findings(**WITHOUT))
 
     assert finding.verdict is Verdict.WARN
@@ -306,17 +302,16 @@ async def test_a_slow_decode_is_not_taken_for_a_prefill_that_reads_nothing(
     assert {one.verdict for one in await clinic.findings(**WITHOUT)} == {Verdict.OK}
 
 
+def read_from(body: dict[str, Any]) -> dict[str, Any]:
+    """Return where a prefill request reads blocks."""
+    return body.get("kv_transfer_params") or {}
+
+
 async def test_a_prefill_that_waits_in_vain_for_decodes_blocks_is_found(
     clinic: Clinic, talking: Turns
 ) -> None:
-    computes = clinic.prefill.chat
-
-    async def waits(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        """Hang on read requests, as an engine without `bidirectional_kv_xfer` does."""
-        reads = (body.get("kv_transfer_params") or {}).get("remote_block_ids")
-        return await (hangs if reads else computes)(request, body)
-
-    clinic.prefill.chat = waits
+    # As an engine without `bidirectional_kv_xfer` does.
+    divert(clinic.prefill, lambda body: read_from(body).get("remote_block_ids"), hangs)
     [found] = [one for one in await clinic.findings(**WITHOUT) if one.verdict is not Verdict.OK]
 
     assert found.verdict is Verdict.WARN
@@ -330,16 +325,8 @@ async def test_a_prefill_that_cannot_read_decodes_blocks_is_found(
     clinic: Clinic, talking: Turns
 ) -> None:
     talking.host = ""  # listens on all addresses: the doctor uses the address that answered
-    computes = clinic.prefill.chat
-
-    async def fails(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        told = body.get("kv_transfer_params") or {}
-        if told.get("remote_block_ids"):
-            assert told["remote_host"] == "127.0.0.1"
-            return await refuses(500, "EngineCore")(request, body)
-        return await computes(request, body)
-
-    clinic.prefill.chat = fails
+    refusal = refuses(500, "EngineCore")
+    divert(clinic.prefill, lambda body: read_from(body).get("remote_host") == "127.0.0.1", refusal)
 
     [(_, seen)] = await clinic.complaints(**WITHOUT)
     assert seen == "conversation: the prefill instance answered 500"
@@ -480,14 +467,8 @@ async def test_a_decode_instance_that_refuses_is_found(clinic: Clinic) -> None:
 
 
 async def test_a_model_that_takes_no_pictures_is_tried_with_a_sound(clinic: Clinic) -> None:
-    encode = clinic.encode.chat
-
-    async def sounds_only(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        [part, _] = body["messages"][0]["content"]
-        no = refuses(400, "At most 0 image(s) may be provided in one prompt.")
-        return await (encode if part["type"] == "input_audio" else no)(request, body)
-
-    clinic.encode.chat = sounds_only
+    refusal = refuses(400, "At most 0 image(s) may be provided in one prompt.")
+    divert(clinic.encode, lambda body: "image_url" in body["messages"][0]["content"][0], refusal)
 
     assert await clinic.complaints() == []
     assert len(clinic.encode.calls) == 2

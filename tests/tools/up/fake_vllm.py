@@ -76,9 +76,9 @@ class Device:
     def allocate(self, what: str) -> None:
         (self._folder / f"{what}-{os.getpid()}").touch()
 
-    def others(self, what: str = "") -> set[str]:
+    def others(self) -> set[str]:
         """Return the allocations of other processes."""
-        found = {path.name for path in self._folder.glob(f"{what}*")}
+        found = {path.name for path in self._folder.iterdir()}
         return {name for name in found if not name.endswith(f"-{os.getpid()}")}
 
     def start_engine(self) -> None:

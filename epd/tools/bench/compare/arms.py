@@ -136,16 +136,15 @@ def has_store(arm: str) -> bool:
     return arm != EXAMPLE and Topology.parse(ARMS[arm]).uses_store
 
 
-def stages_without_gpus(arm: str, gpus: str) -> Sequence[str]:
-    """Return the stages of an arm that no device is named for."""
-    named = parse_gpus(gpus)
-    roles = Topology.parse(ARMS[arm]).roles
-    return [letters for letters, role in LETTERS.items() if role in roles and role not in named]
-
-
 def gpus_of(arm: str, gpus: str) -> Sequence[str]:
-    """Return the flag with the devices of the stages that an arm has: `e=0,pd=1`."""
-    roles = Topology.parse(ARMS[arm]).roles
-    stages = [letters for letters, role in LETTERS.items() if role in roles]
-    named = [entry for entry in gpus.split(",") if entry.partition("=")[0] in stages]
-    return ["--gpus", ",".join(named)] if named else []
+    """Return the flag with the devices of the stages that an arm has: `e=0,pd=1`.
+
+    Raises:
+        ValueError: the devices are of another form, or lack a stage of the arm.
+    """
+    roles, named = Topology.parse(ARMS[arm]).roles, parse_gpus(gpus)
+    stages = {letters: role for letters, role in LETTERS.items() if role in roles}
+    if missing := [letters for letters, role in stages.items() if role not in named]:
+        raise ValueError(f"names no device for {', '.join(missing)} of arm {arm}")
+    own = (word for word in gpus.split(",") if word.partition("=")[0].strip().lower() in stages)
+    return ["--gpus", ",".join(own)]

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from math import inf
@@ -22,7 +22,6 @@ from epd.tools.bench.compare.arms import (
     gpus_of,
     has_store,
     running,
-    stages_without_gpus,
 )
 from epd.tools.bench.compare.figures import figures_of
 from epd.tools.bench.compare.load import run_workload, warm_up
@@ -39,7 +38,7 @@ from epd.tools.bench.compare.workloads import (
     Workload,
     warm_ups,
 )
-from epd.tools.models import GENERATED, model_folder, write_model
+from epd.tools.models import add_generate, model_folder, write_model
 from epd.tools.up.platforms import runs_on_cpu
 from epd.tools.up.process import ProcessDied
 from epd.tools.up.signals import leave_contexts_on_signals
@@ -67,18 +66,13 @@ def add_parser(benchmarks: Commands) -> None:
         epilog=EPILOG,
         usage="epd bench compare --model MODEL [FLAG ...] [-- FLAG_OF_UP ...]",
     )
+    parser.add_argument("--model", help="model: name on the hub, or folder")
+    add_generate(parser)
     _add_flags(parser.add_argument)
     parser.set_defaults(run=_run)
 
 
 def _add_flags(add: Callable[..., Any]) -> None:
-    add("--model", help="model: name on the hub, or folder")
-    add(
-        "--generate",
-        choices=GENERATED,
-        help="write a model with random weights first, unless the folder --model has one (default: "
-        "a folder in the user's cache)",
-    )
     add(
         "--arms",
         nargs="+",
@@ -163,8 +157,8 @@ def _run(  # noqa: PLR0913 - the command's flags
     if write_traces is not None:
         _write_traces(chosen, write_traces)
         return
-    _check_flags(arms, model or generate, example, time_limit, gpus)
-    arms = [arm for arm in ARMS if arm in arms]
+    _check_flags(arms, model or generate, example, time_limit)
+    flags = {arm: [*_gpus_or_exit(arm, gpus), *up] for arm in ARMS if arm in arms}
     leave_contexts_on_signals()
     # The alarm is an interrupt: every context then stops its servers.
     signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
@@ -187,7 +181,7 @@ def _run(  # noqa: PLR0913 - the command's flags
             write_model(generate, folder)
         _compare(
             results,
-            {arm: [*(gpus_of(arm, gpus) if gpus else ()), *up] for arm in arms},
+            flags,
             str(folder) if generate else model or "",
             warm_ups(SCALES[scale]),
             chosen,
@@ -212,7 +206,6 @@ def _check_flags(
     model: str | None,
     example: Path | None,
     time_limit: float,
-    gpus: str | None,
 ) -> None:
     if model is None:
         sys.exit("epd bench compare: --model or --generate is required")
@@ -220,8 +213,6 @@ def _check_flags(
         sys.exit("epd bench compare: --arms example needs --example FILE")
     if not 0 <= time_limit < inf:
         sys.exit(f"epd bench compare: --time-limit {time_limit} is not 0 or more seconds")
-    if gpus is not None:
-        _check_gpus(arms, gpus)
 
 
 def _workloads_or_exit(
@@ -251,20 +242,16 @@ def _write_traces(workloads: Sequence[Workload], folder: Path) -> None:
         sys.exit(f"epd bench compare: --write-traces {error}")
 
 
-def _check_gpus(arms: Sequence[str], gpus: str) -> None:
-    for arm in arms:
-        try:
-            stages = stages_without_gpus(arm, gpus)
-        except ValueError as error:
-            sys.exit(f"epd bench compare: --gpus {error}")
-        if stages:
-            missing = ", ".join(stages)
-            sys.exit(f"epd bench compare: --gpus names no device for {missing} of arm {arm}")
+def _gpus_or_exit(arm: str, gpus: str | None) -> Sequence[str]:
+    try:
+        return () if gpus is None else gpus_of(arm, gpus)
+    except ValueError as error:
+        sys.exit(f"epd bench compare: --gpus {error}")
 
 
 def _compare(  # noqa: PLR0913, PLR0917 - all that a comparison consists of
     results: Results,
-    arms: dict[str, Sequence[str]],
+    arms: Mapping[str, Sequence[str]],
     model: str,
     questions: Sequence[Question],
     workloads: Sequence[Workload],

@@ -19,6 +19,7 @@ import pytest
 
 from epd.__main__ import main
 from epd.tools.bench.answer import Answer, read_answer
+from epd.tools.bench.compare.arms import gpus_of
 from epd.tools.bench.compare.command import write_results
 from epd.tools.bench.compare.figures import Figures, figures_of
 from epd.tools.bench.compare.processors import CpuTime
@@ -280,6 +281,11 @@ def test_flags_reach_each_epd_up_unchanged(tmp_path: Path) -> None:
     for arm, devices in gpus.items():
         first = (tmp_path / "logs" / f"{arm}.log").read_text().splitlines()[0]
         assert json.loads(first.removeprefix("argv "))[-5:] == ["--gpus", devices, *up]
+
+
+def test_arm_gets_the_devices_of_its_stages_as_epd_up_reads_them() -> None:
+    assert gpus_of("epd", "e=1, PD=0") == ["--gpus", "e=1, PD=0"]
+    assert gpus_of("plain", "e=1,PD =0") == ["--gpus", "PD =0"]
 
 
 def test_example_proxy_is_measured_with_its_own_connector(tmp_path: Path) -> None:
