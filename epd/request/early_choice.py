@@ -15,12 +15,10 @@ from ec_store.keys import EntryKey
 from epd.encoder_cache.claims import Claims
 from epd.encoder_cache.hosts import HostStores
 from epd.encoder_cache.identity import Identifiers, output_key
-from epd.request.attempt import Attempt
-from epd.request.encode_job import Target
-from epd.request.prefill_decode import needs_prefill
+from epd.request.attempt import NO_PROMPT, Attempt, Target
+from epd.request.choices import Worth
 from epd.request.prefix import request_prefix
 from epd.routing.instances import CONSUMERS, Instance, Role
-from epd.routing.prefix import NO_PREFIX, Prefix
 from epd.routing.reports import Host
 from epd.routing.store_access import StoreAccess
 from epd.routing.table import InstanceTable, Reservation
@@ -42,7 +40,7 @@ class EarlyChoice:
 
     _table: InstanceTable
     _access: StoreAccess
-    _choose_first: Callable[[Attempt, Prefix], Awaitable[Reservation]]
+    _choose_first: Callable[[Attempt, Worth | None], Awaitable[Reservation]]
     _pushed: bool
     _by_content: bool
     _claims: Claims | None
@@ -58,7 +56,7 @@ class EarlyChoice:
             namespace = next(iter(known)) if len(known) == 1 else None
         shares = partial(self._access.shares_namespace, namespace=namespace)
         fits = None if namespace is None else shares
-        return Target(first, namespace, None, fits, self._claims)
+        return Target(first, self._pushed, namespace, None, fits, self._claims)
 
     async def choose_target(self, attempt: Attempt) -> Target:
         """Return the receiver of the request's outputs, chosen now if it must be.
@@ -68,18 +66,21 @@ class EarlyChoice:
         """
         encodes, hosts = attempt.course.encode, self._hosts
         differ = encodes and len(self._access.of_consumers()) > 1
-        may_consume = needs_prefill(attempt) or self._table.has(Role.PREFILL_DECODE)
+        may_consume = attempt.needs_prefill or self._table.has(Role.PREFILL_DECODE)
         by_host = encodes and hosts is not None
         if not ((self._pushed or differ or by_host) and may_consume):
             return self.target()
-        prefix = request_prefix(attempt.request) if self._by_content else NO_PREFIX
+        if self._by_content:
+            prompt = NO_PROMPT._replace(prefix=request_prefix(attempt.request))
+            attempt = attempt._replace(prompt=prompt)
         found: Found = {}
+        worth = None
         if encodes and hosts is not None:
             # With a single host there is nothing to choose: it is asked later, with its tier.
             keys = {} if attempt.reencode else self._keys(attempt)
             found = await hosts.find_here(keys) if len(keys) > 1 else {}
-            attempt = attempt._replace(worth=self.worth(attempt, found))
-        target = self.target(await self._choose_first(attempt, prefix))
+            worth = self.worth(attempt, found)
+        target = self.target(await self._choose_first(attempt, worth))
         if hosts is None or target.consumer is None:
             return target
         host = self._access.host_of(target.consumer.instance)
@@ -87,7 +88,7 @@ class EarlyChoice:
         entries = None if host is None else found.get(host.address)
         return target._replace(host=host, fits=fits, claims=hosts.claims_at(host), found=entries)
 
-    def worth(self, attempt: Attempt, found: Found) -> Callable[[Instance], float] | None:
+    def worth(self, attempt: Attempt, found: Found) -> Worth | None:
         """Return the worth of a consumer: the bytes of the entries that its host has.
 
         They are worth nothing where the other items cannot be encoded: the consumer then gets all

@@ -24,7 +24,7 @@ from ec_store.entry import EntryInfo
 from ec_store.keys import EntryKey
 from epd.aio import Flights, gather_first
 from epd.api.items import MMItem, feature_count
-from epd.encoder_cache.claims import Claim, Waited
+from epd.encoder_cache.claims import Waited
 from epd.encoder_cache.identity import Identifiers, OutputKey, output_key
 from epd.errors import (
     NoInstance,
@@ -36,7 +36,7 @@ from epd.errors import (
     no_store,
 )
 from epd.request.attempt import Attempt
-from epd.request.encode_job import EncodeJob, MissingItem, Target
+from epd.request.encode_job import EncodeJob, MissingItem
 from epd.request.encode_retries import MAX_ENCODES, EncodeFailure, encode_delay_s
 from epd.request.item_tokens import predict_tokens
 from epd.request.placement import AT_CONSUMER, OVERLOADED, Placement
@@ -77,24 +77,22 @@ class Encoder:
     _flights: Flights[Hashable, "tuple[EncodedItem, Span | None]"] = field(default_factory=Flights)
     _retries: Retries = field(default_factory=Retries)
 
-    async def encode(
-        self, attempt: Attempt, target: Target, consumer_claims: list[Claim]
-    ) -> list[EncodedItem]:
+    async def encode(self, attempt: Attempt) -> list[EncodedItem]:
         """Return the source and the known facts of each item's output; encode missing ones.
 
         At most `AT_ONCE` encodes of one request run in parallel, and all of them end within
         `--encode-timeout-s`. All items go to their consumer with their media if the policies or
         the endpoint have no encode stage, or if no consumer can receive pushed outputs.
 
-        The claims of the entries that the request's consumer will encode are added to
-        `consumer_claims`.
+        The claims of the entries that the request's consumer will make are added to those of the
+        attempt.
 
         Raises:
             ProxyError: an item failed; encodes of the others that no request shares are cancelled.
         """
-        request, course, pushed = attempt.request, attempt.course, self._transfer.pushed
-        job, record = EncodeJob(request, course, target, pushed, attempt.reencode), request.record
-        no_receiver = pushed and target.consumer is None
+        request, course, target = attempt.request, attempt.course, attempt.target
+        job, record = EncodeJob(attempt), request.record
+        no_receiver = target.pushed and target.consumer is None
         if no_receiver or not (course.encode and request.endpoint.encodes):
             return [_left(MissingItem(item)) for item in request.items]
         record.begin_encode()
@@ -102,7 +100,7 @@ class Encoder:
         try:
             record.wait_for("encode")
             if missing and course.consumer_encodes and job.has_all_media:
-                outputs |= await self._leave_items(job, missing, consumer_claims)
+                outputs |= await self._leave_items(job, missing)
             elif missing:
                 placed = self._place_items(job, missing, outputs.values())
                 if len(placed) > 1:
@@ -130,11 +128,12 @@ class Encoder:
         Raises:
             RequestRefused: 503, the store did not answer, and an item has no media.
         """
-        items, (claims, known) = self._keyed(job), (job.target.claims, job.target.found)
+        items, request, target = self._keyed(job), job.attempt.request, job.attempt.target
+        claims, known = target.claims, target.found
         keys = [*dict.fromkeys([each.entry_key for each in items if each.entry_key is not None])]
         if claims is None or not keys:
             return {}, items, ()
-        with job.request.record.time_stage("store", "lookup"):
+        with request.record.time_stage("store", "lookup"):
             lookup = await claims.look_up(keys, patient=not job.has_all_media, known=known)
         if lookup.found is None and not job.has_all_media:
             raise no_store("the encoder store did not answer; retry later, or send the media")
@@ -151,13 +150,14 @@ class Encoder:
 
     def _keyed(self, job: EncodeJob) -> list[MissingItem]:
         """Return the items with their keys; without that of an entry that is not looked up."""
-        body, claims, namespace = job.request.body, job.target.claims, None
-        if claims is not None:
-            namespace = job.target.namespace or claims.cache.namespace(body.get("model"))
+        attempt, namespace = job.attempt, None
+        body, target = attempt.request.body, attempt.target
+        if target.claims is not None:
+            namespace = target.namespace or target.claims.cache.namespace(body.get("model"))
         keyed: list[MissingItem] = []
-        for item in job.request.items:
+        for item in attempt.request.items:
             key, entry_key = output_key(body, item), None
-            is_skipped = job.reencode and item.has_media
+            is_skipped = attempt.reencode and item.has_media
             if namespace is not None and key is not None and not is_skipped:
                 identifier = self._identifiers.identifier_of(key)
                 entry_key = EntryKey(namespace, identifier) if identifier else None
@@ -165,21 +165,22 @@ class Encoder:
         return keyed
 
     async def _leave_items(
-        self, job: EncodeJob, missing: Sequence[MissingItem], consumer_claims: list[Claim]
+        self, job: EncodeJob, missing: Sequence[MissingItem]
     ) -> dict[MMItem, EncodedItem]:
         """Leave the missing items to the consumer, or wait for other requests' consumers.
 
         A request waits only if its own consumer has to encode none of its items: otherwise it is
         sent with all its media anyway, and two requests must not wait for each other.
         """
-        record, claims = job.request.record, job.target.claims
+        attempt, claims = job.attempt, job.attempt.target.claims
+        record, consumer_claims = attempt.request.record, attempt.consumer_claims
         clock = asyncio.get_running_loop().time
         waits, until_s = False, 0.0
         if claims is not None and self._access.consumers_share():
             keys = [each.entry_key for each in missing]
             shared = [key for key in keys if key is not None and not claims.is_late(key)]
             unused = [claim for key in shared if (claim := claims.use(key)) is not None]
-            consumer_claims += unused
+            consumer_claims.extend(unused)
             waits = not unused and len(shared) == len(keys)
             # Half of the time is left for items that must be encoded by a request of their own.
             until_s = clock() + min(claims.consumer_wait_s, job.left_s / 2)
@@ -206,7 +207,7 @@ class Encoder:
         Raises:
             UnknownMedia: one of them has no media.
         """
-        record, under_way = job.request.record, self._is_under_way
+        record, under_way = job.attempt.request.record, self._is_under_way
         items = [
             each._replace(tokens=predict_tokens(each.item), under_way=under_way(job, each))
             for each in missing
@@ -228,7 +229,7 @@ class Encoder:
         """Return whether another request or another proxy is making an item's output."""
         if (missing.output_key, job.sharing) in self._flights:
             return True
-        claims, key = job.target.claims, missing.entry_key
+        claims, key = job.attempt.target.claims, missing.entry_key
         return claims is not None and key is not None and not claims.is_unused(key)
 
     async def _encode_item(self, job: EncodeJob, missing: MissingItem) -> EncodedItem:
@@ -240,11 +241,12 @@ class Encoder:
         Raises:
             ProxyError: the encode failed, and prefill or decode may not encode the item either.
         """
-        item, record, key = missing.item, job.request.record, missing.output_key
+        attempt, item, key = job.attempt, missing.item, missing.output_key
+        record = attempt.request.record
         if missing.at_consumer:
             return _left(missing)
         try:
-            if key is None or job.pushed:
+            if key is None or attempt.target.pushed:
                 return EncodedItem(item, await self._try_instances(job, missing), "encoded")
             flight = key, job.sharing
             work = partial(self._encode_once, job, missing, key)
@@ -274,7 +276,8 @@ class Encoder:
 
         The second value is the span of the request to an encode instance, if it is traced.
         """
-        item, trace, claims = missing.item, job.request.record.span, job.target.claims
+        item, trace = missing.item, job.attempt.request.record.span
+        claims = job.attempt.target.claims
         # Half of the time is left for an encode of this proxy.
         waited = await self._wait(job, missing, job.left_s / 2)
         if (hit := _hit(item, waited.entry)) is not None:
@@ -292,12 +295,12 @@ class Encoder:
 
     async def _wait(self, job: EncodeJob, missing: MissingItem, limit_s: float) -> Waited:
         """Wait for the entry of an item, unless this request can use its claim to make it."""
-        claims, key = job.target.claims, missing.entry_key
+        claims, key = job.attempt.target.claims, missing.entry_key
         if claims is None or key is None:
             return Waited()
         if (claim := claims.use(key)) is not None:
             return Waited(claim=claim)
-        with job.request.record.wait_span(missing.item):
+        with job.attempt.request.record.wait_span(missing.item):
             return await claims.wait(key, limit_s)
 
     async def _try_instances(self, job: EncodeJob, missing: MissingItem) -> OutputFacts:
@@ -307,8 +310,8 @@ class Encoder:
             UpstreamTimeout: the deadline of the request's encode stage has passed.
             ProxyError: all tries failed, or the item itself is invalid.
         """
-        item, request, candidates = missing.item, job.request, self._candidates(job)
-        host = job.target.host
+        item, request, candidates = missing.item, job.attempt.request, self._candidates(job)
+        host = job.attempt.target.host
         worth = None if host is None else partial(self._access.is_at, host=host)
         tried: list[Instance] = []
         server_errors = 0
@@ -368,7 +371,7 @@ class Encoder:
         If there are no encode instances, consumers that write to the store get encode requests for
         items that must not be sent with their media.
         """
-        access, fits = self._access, job.target.fits
+        access, fits = self._access, job.attempt.target.fits
         if self._table.has(Role.ENCODE) or not access.any_consumer_writes():
             return self._choice.among(fits)
         return self._consumers.among(access.writes).among(fits)
@@ -381,10 +384,11 @@ class Encoder:
         Raises:
             ProxyError: the instance failed, or rejected the item; or instances have died of it.
         """
-        item, request, body = missing.item, job.request, job.request.body
+        item, request, target = missing.item, job.attempt.request, job.attempt.target
+        body = request.body
         self._fatal.check(request.watched, [item.identity])
         # New for each request: an instance that failed may still push its output later.
-        params = self._transfer.encode_params(job.target.consumer, feature_count(body, item))
+        params = self._transfer.encode_params(target.consumer, feature_count(body, item))
         using = self._table.track_request(instance, work=Work(0, missing.tokens))
         try:
             with using:
@@ -402,8 +406,7 @@ class Encoder:
         if output.namespace is not None:
             self._access.record_namespace(instance, output.namespace)
         # The consumer cannot find an output that is written to another namespace.
-        namespace = job.target.namespace
-        findable = namespace is None or output.namespace in {None, namespace}
+        findable = target.namespace is None or output.namespace in {None, target.namespace}
         return output if findable else OutputFacts()
 
     def _fall_back(self, job: EncodeJob, missing: MissingItem, failure: ProxyError) -> EncodedItem:
@@ -418,7 +421,7 @@ class Encoder:
         if failed and not self._table.any_serving(*self._candidates(job).roles):
             error = NoInstance("no encode instance is reachable", slug="no_encoder", stage="encode")
             error.__cause__ = failure.__cause__ or failure
-        request = job.request
+        request = job.attempt.request
         if request.is_spent or not (error.retryable and job.may_leave):
             raise error.at_param(missing.item.param_path) from error.__cause__
         request.record.add_degraded("encode-local")

@@ -21,7 +21,6 @@ from epd.routing.health import HealthState
 from epd.routing.instances import ANSWERING, Instance
 from epd.routing.table import InstanceTable
 from epd.transfer import Params
-from epd.transfer.encoded import Prompt
 from epd.transfer.kv import Handover, KVTransfer
 from epd.transfer.nixl import engine_of, shorten_params
 
@@ -86,7 +85,7 @@ class Readbacks:
         await self._conversations.begin_turn(turn, usable)
 
     async def previous_params(
-        self, turn: Turn, attempt: Attempt, prompt: Prompt, prefill: Instance
+        self, turn: Turn, attempt: Attempt, prefill: Instance
     ) -> Params | None:
         """Return `kv_transfer_params` of the previous turn; None if this prefill can use none.
 
@@ -101,7 +100,7 @@ class Readbacks:
         if not self._rests.may_read(prefill.url, blocks.engine):
             self._conversations.results["rested"] += 1
             return None
-        params, question = None, prompt_of(prompt.body, request.endpoint.tokenized)
+        params, question = None, prompt_of(attempt.prompt.body, request.endpoint.tokenized)
         basis = _basis(question, attempt)
         if question is not None and basis and basis.may_continue(blocks.basis):
             params = await self._params(blocks, question, before.decode, prefill, request)
@@ -110,26 +109,20 @@ class Readbacks:
         return params
 
     def answered_turn(
-        self,
-        attempt: Attempt,
-        prompt: Prompt,
-        decode: Instance,
-        handover: Handover | None,
-    ) -> AnsweredTurn | None:
-        """Return the turn of a request to decode; None outside a conversation.
+        self, turn: Turn, attempt: Attempt, decode: Instance, handover: Handover | None
+    ) -> AnsweredTurn:
+        """Return the turn of a request to decode.
 
         Fields of the answer are extracted if decode continues an ended prefill of tokens.
         """
-        request = attempt.request
-        if (turn := request.turn) is None:
-            return None
+        body, tokenized = attempt.prompt.body, attempt.request.endpoint.tokenized
         prefill, basis, capture = None, None, None
         if handover is not None:
             prefill = handover.prefill.url
-            if not handover.concurrent and request.endpoint.tokenized:
-                capture = ReplyCapture(cut_tokens=not prompt.body.get("return_token_ids"))
-            if capture is not None and self._transfer.bidirectional:
-                basis = _basis(prompt_of(prompt.body, request.endpoint.tokenized), attempt)
+            if tokenized and not handover.concurrent:
+                capture = ReplyCapture(cut_tokens=not body.get("return_token_ids"))
+                if self._transfer.bidirectional:
+                    basis = _basis(prompt_of(body, tokenized), attempt)
         return AnsweredTurn(turn.key, decode.url, prefill, basis, capture)
 
     def record_result(self, handover: Handover, error: ProxyError | None = None) -> None:

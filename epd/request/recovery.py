@@ -9,9 +9,8 @@ from http import HTTPStatus
 from typing import Any, NamedTuple
 
 from epd.errors import ProxyError, Stage, UpstreamTimeout, UpstreamUnreachable
-from epd.request.attempt import Attempt, SendForm
+from epd.request.attempt import NO_PROMPT, Attempt, SendForm
 from epd.routing.instances import Instance
-from epd.transfer.encoded import Prompt
 
 MAX_FAILURES = 2
 """Failures of prefill, and of decode, after which the stage is not retried; unreachable instances
@@ -21,14 +20,11 @@ MAX_ATTEMPTS = 6 + 2 * MAX_FAILURES
 """Maximum number of attempts of a request: the failures of both stages, and one attempt more for
 each other row of `RULES`."""
 
-NO_PROMPT = Prompt({})
-
 
 class FailedAttempt(NamedTuple):
     """Failed attempt.
 
     Attributes:
-        prompt: the request for prefill and decode; `NO_PROMPT` if it failed before.
         prefill: the prefill instance that was chosen; None without prefill, or before its choice.
         decode: the decode instance that was chosen; None before its choice.
         reads_back: whether prefill was asked to read the blocks of the previous turn.
@@ -38,7 +34,6 @@ class FailedAttempt(NamedTuple):
     attempt: Attempt
     error: ProxyError
     others: bool
-    prompt: Prompt = NO_PROMPT
     prefill: Instance | None = None
     decode: Instance | None = None
     reads_back: bool = False
@@ -73,7 +68,7 @@ class FailedAttempt(NamedTuple):
         decodes = attempt.tried_decodes(None if self.at_prefill else self.decode)
         if self.error.engine_failed and not self.at_prefill:
             doubtful = decodes[-1]
-        elif self.error.engine_failed and self.prompt.depends:
+        elif self.error.engine_failed and attempt.prompt.depends:
             doubtful = prefills[-1]
         values: dict[str, Any] = {
             "avoided_prefills": prefills,
@@ -81,6 +76,7 @@ class FailedAttempt(NamedTuple):
             "failures": self.failures,
             "doubtful": doubtful,
             "resent": attempt.resent or self.prefill is not None,
+            "prompt": NO_PROMPT,
         }
         return attempt._replace(**values | changes)
 
@@ -98,7 +94,7 @@ def _metadata_refused(failure: FailedAttempt) -> bool:
     attempt = failure.attempt
     return (
         failure.error.answered == HTTPStatus.BAD_REQUEST
-        and len(failure.prompt.bare) > 0
+        and len(attempt.prompt.bare) > 0
         and attempt.form is SendForm.METADATA
         and all(encoded_item.item.has_media for encoded_item in attempt.encoded_items or ())
     )
@@ -106,12 +102,12 @@ def _metadata_refused(failure: FailedAttempt) -> bool:
 
 def _media_lost(failure: FailedAttempt) -> bool:
     """Return whether the consumer may have had neither an entry nor, in its cache, the media."""
-    prompt = failure.prompt
+    attempt, prompt = failure.attempt, failure.attempt.prompt
     if failure.prefill_replaceable and failure.stage_failures >= MAX_FAILURES:
         return False
     consumer_failed = failure.at_prefill or failure.prefill is None
     lost = consumer_failed and failure.error.engine_failed and not failure.error.died
-    is_sent_unnamed = failure.attempt.form is SendForm.UNNAMED
+    is_sent_unnamed = attempt.form is SendForm.UNNAMED
     return lost and prompt.named and not (prompt.depends or is_sent_unnamed)
 
 
@@ -186,7 +182,9 @@ RULES: Sequence[Rule] = (
         "prefill or decode answers 500 to a request that names encoder outputs, the first time",
         "all items are encoded again, and their media are sent too",
         lambda failure: (
-            failure.error.engine_failed and failure.prompt.depends and not failure.attempt.reencode
+            failure.error.engine_failed
+            and failure.attempt.prompt.depends
+            and not failure.attempt.reencode
         ),
         _encoded_again,
     ),
