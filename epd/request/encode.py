@@ -37,7 +37,12 @@ from epd.errors import (
 )
 from epd.request.attempt import Attempt
 from epd.request.encode_job import EncodeJob, MissingItem
-from epd.request.encode_retries import MAX_ENCODES, EncodeFailure, encode_delay_s
+from epd.request.encode_retries import (
+    FETCH_AGAIN_S,
+    MAX_ENCODES,
+    EncodeFailure,
+    encode_delay_s,
+)
 from epd.request.item_tokens import predict_tokens
 from epd.request.placement import AT_CONSUMER, OVERLOADED, Placement
 from epd.request.stages import Stages
@@ -76,6 +81,7 @@ class Encoder:
     _identifiers: Identifiers
     _flights: Flights[Hashable, "tuple[EncodedItem, Span | None]"] = field(default_factory=Flights)
     _retries: Retries = field(default_factory=Retries)
+    _fetch_again_s: float = FETCH_AGAIN_S
 
     async def encode(self, attempt: Attempt) -> list[EncodedItem]:
         """Return the source and the known facts of each item's output; encode missing ones.
@@ -358,6 +364,7 @@ class Encoder:
                         others=request.watched.pins is None and candidates.has_untried(tried),
                         falls_back=job.may_leave,
                         patience_s=job.left_s,
+                        fetch_again_s=self._fetch_again_s,
                     )
                     delay_s = None if request.is_spent else encode_delay_s(failure)
                     if delay_s is None or not job.retries:

@@ -16,7 +16,7 @@ from epd.request.choices import Choices, Worth
 from epd.request.kv_peers import PeerRegistry
 from epd.request.kv_readback import Readbacks
 from epd.request.releases import Releases
-from epd.request.stages import Stages, wait_beginning
+from epd.request.stages import Stages
 from epd.routing.fatal import FatalRequests, Watched
 from epd.routing.instances import Instance
 from epd.routing.table import NO_WORK, InFlight, InstanceTable, Reservation
@@ -227,7 +227,7 @@ class PrefillDecode:
                     instance, prompt, request, request_id, using.rank, timed.span
                 )
                 always_whole = turn is not None and turn.capture is not None
-                await wait_beginning(reply, request, always_whole=always_whole)
+                await self._stages.wait_beginning(reply, request, always_whole=always_whole)
         except BaseException as error:
             if reply is None and prefilled is not None and _has_blocks(prefilling, error):
                 self._releases.release_unread(attempt, prompt.body, instance, error)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 MAX_REJECTED_STATUS, MAX_STATUS = 499, 599
 
-HELD_BYTES = 1024**2
+WHOLE_BYTES = 1024**2
 """Size above which an answer of decode that is no stream is relayed as it arrives."""
 
 MAX_DECODE_BYTES = 256 * 1024**2
@@ -58,15 +58,20 @@ BEGINNING_S = 0.1
 QUESTION_TIMEOUT_S = 2.0
 """Timeout of the questions to an instance before its prefill."""
 
-RELEASE_TIMEOUT_S = 5.0
-"""Timeout of a decode instance's answer to a release."""
-
 
 class Stages:
     """Client that sends the requests of all stages over one upstream client."""
 
-    def __init__(self, upstream: Upstream) -> None:
+    def __init__(
+        self,
+        upstream: Upstream,
+        *,
+        whole_bytes: int = WHOLE_BYTES,
+        max_decode_bytes: int = MAX_DECODE_BYTES,
+    ) -> None:
         self._upstream = upstream
+        self._whole_bytes = whole_bytes
+        self._max_decode_bytes = max_decode_bytes
         self._encode_forms = EncodeForms()
 
     async def encode(  # noqa: PLR0913, PLR0917 - all describe one request
@@ -191,6 +196,55 @@ class Stages:
         answer = WholeReply(reply.status, reply.headers, content)
         raise _error_of(answer, "decode", request, fetches=prompt.fetches)
 
+    async def wait_beginning(self, reply: Reply, request: Request, *, always_whole: bool) -> None:
+        """Wait until the body of decode's answer has begun; close the answer after a failure.
+
+        The client has seen no byte before the first one of a stream, or the last one of another
+        answer that is read whole, because it is small or `always_whole`. Until then another
+        instance can serve the request.
+
+        Raises:
+            ProxyError: the instance failed, or the answer has no room.
+        """
+        try:
+            if not reply.is_stream:
+                await self._read_whole(reply, request, always_whole=always_whole)
+                return
+            await reply.wait_body(request.config.idle_timeout_s)
+            if request.items:
+                await _check_beginning(reply, request.endpoint.grammar)
+        except BaseException:
+            reply.close()
+            raise
+
+    async def _read_whole(self, reply: Reply, request: Request, *, always_whole: bool) -> None:
+        """Read an answer that is no stream, and count its bytes as they arrive.
+
+        Unless `always_whole`, one beyond `WHOLE_BYTES`, or without room, is read only in part.
+
+        Raises:
+            ProxyError: it was cut off; or it must be whole, and is too large (502) or has no room
+                (503).
+        """
+        memory, size = request.memory, 0
+
+        def may_read(more: int) -> bool:
+            nonlocal size
+            if always_whole:
+                if size + more > self._max_decode_bytes:
+                    raise too_large("decode", self._max_decode_bytes)
+                memory.add(more)
+            elif size + more > self._whole_bytes or not memory.try_add(more):
+                return False
+            size += more
+            return True
+
+        try:
+            await reply.read_ahead(request.config.idle_timeout_s, may_read)
+        except BaseException:
+            memory.remove(size)
+            raise
+
     async def prompt_tokens(
         self, instance: Instance, question: Body, request: Request
     ) -> list[int]:
@@ -226,7 +280,9 @@ class Stages:
         )
         return answer.body if answer.ok else b""
 
-    async def release(self, instance: Instance, body: Body, request: Request) -> None:
+    async def release(
+        self, instance: Instance, body: Body, request: Request, timeout_s: float
+    ) -> None:
         """Ask decode to release the KV blocks of an abandoned prefill.
 
         Decode then notifies the prefill instance, which would otherwise keep the request's KV
@@ -239,16 +295,16 @@ class Stages:
         """
         endpoint = request.endpoint
         with request.record.time_stage("release", instance.url) as timed:
-            opened = await self._upstream.open(
+            reply = await self._upstream.open(
                 instance.url + endpoint.path,
                 stage="release",
                 headers=request.headers_for(request.child_id(), timed.span),
                 body=endpoint.encode_body(
                     endpoint.release(_for_role(body, instance)), request.cuts
                 ),
-                head_timeout_s=RELEASE_TIMEOUT_S,
+                head_timeout_s=timeout_s,
             )
-            with opened as reply:
+            with reply:
                 # A 500 means that the engine had the request, and has notified prefill.
                 if not reply.ok and reply.status != HTTPStatus.INTERNAL_SERVER_ERROR:
                     raise UpstreamFailed(
@@ -267,55 +323,6 @@ def _for_role(body: Body, instance: Instance) -> Body:
     if instance.role in CONSUMERS or "ec_transfer_params" not in body:
         return body
     return {name: value for name, value in body.items() if name != "ec_transfer_params"}
-
-
-async def wait_beginning(reply: Reply, request: Request, *, always_whole: bool) -> None:
-    """Wait until the body of decode's answer has begun; close the answer after a failure.
-
-    The client has seen no byte before the first one of a stream, or the last one of another answer
-    that can be held, or is `always_whole`. Until then another instance can serve the request.
-
-    Raises:
-        ProxyError: the instance failed, or the answer has no room.
-    """
-    try:
-        if reply.is_stream:
-            await reply.wait_body(request.config.idle_timeout_s)
-            if request.items:
-                await _check_beginning(reply, request.endpoint.grammar)
-        else:
-            await _read_held(reply, request, always_whole=always_whole)
-    except BaseException:
-        reply.close()
-        raise
-
-
-async def _read_held(reply: Reply, request: Request, *, always_whole: bool) -> None:
-    """Read an answer that is no stream, and count its bytes as they arrive.
-
-    Unless `always_whole`, an answer beyond `HELD_BYTES`, or without room, is read only in part.
-
-    Raises:
-        ProxyError: the answer was cut off, or a whole one is too large (502) or has no room (503).
-    """
-    memory, size = request.memory, 0
-
-    def may_hold(more: int) -> bool:
-        nonlocal size
-        if always_whole:
-            if size + more > MAX_DECODE_BYTES:
-                raise too_large("decode", MAX_DECODE_BYTES)
-            memory.add(more)
-        elif size + more > HELD_BYTES or not memory.try_add(more):
-            return False
-        size += more
-        return True
-
-    try:
-        await reply.read_ahead(request.config.idle_timeout_s, may_hold)
-    except BaseException:
-        memory.remove(size)
-        raise
 
 
 async def _check_beginning(reply: Reply, grammar: Grammar) -> None:

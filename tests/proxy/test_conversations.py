@@ -5,6 +5,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from pydantic import SecretStr
 from structlog.testing import capture_logs
 
 from epd.conversations.entry import parse_entry
-from epd.request import stages
+from epd.request.stages import Stages
 from epd.routing.instances import Role
+from epd.server import app as proxy_app
 from epd.server.api_routes import CONVERSATIONS
 from epd.server.app_keys import ADMISSION, TABLE
 from tests.requests import image
@@ -102,7 +104,7 @@ def entries(fleet: Fleet) -> tuple[int | None, int]:
 async def test_a_turn_with_a_too_large_answer_is_not_retried(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stages, "MAX_DECODE_BYTES", 100)
+    monkeypatch.setattr(proxy_app, "Stages", partial(Stages, max_decode_bytes=100))
     async with talking(launch, Turns(), prefill=1, decode=2) as fleet:
         body = {"messages": [{"role": "user", "content": "a"}], "conversation_id": "talk"}
         async with fleet.post({"model": "m", **body}) as reply:
@@ -116,7 +118,7 @@ async def test_a_turn_with_a_too_large_answer_is_not_retried(
 async def test_the_answer_to_a_turn_is_held_whole_and_counts(
     launch: Launch, monkeypatch: pytest.MonkeyPatch, room: int, status: int
 ) -> None:
-    monkeypatch.setattr(stages, "HELD_BYTES", 10)
+    monkeypatch.setattr(proxy_app, "Stages", partial(Stages, whole_bytes=10))
     config = {"max_inflight_bytes": room}
     async with talking(launch, Turns(), **config) as fleet:
         body = {"messages": [{"role": "user", "content": "a"}], "conversation_id": "talk"}
