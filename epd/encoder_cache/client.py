@@ -148,20 +148,20 @@ class EncoderCache:
             return {}
         limit_s = PATIENT_S if patient else self._config.ec_store_budget_s
         infos = await self.call("lookup", lambda store: store.lookup(keys), limit_s)
-        return None if infos is None else self.note_found(infos)
+        return None if infos is None else self.note_entries(infos)
 
-    def note_found(self, infos: Iterable[EntryInfo | bool | None]) -> dict[EntryKey, EntryInfo]:
+    def note_entries(self, infos: Iterable[EntryInfo | bool | None]) -> dict[EntryKey, EntryInfo]:
         """Return the found entries by key, and lease them soon after."""
-        found = {info.key: info for info in infos if isinstance(info, EntryInfo)}
+        entries = {info.key: info for info in infos if isinstance(info, EntryInfo)}
         until_s = asyncio.get_running_loop().time() + self._config.ec_store_lease_s
         short: list[EntryKey] = []
-        for key, info in found.items():
+        for key, info in entries.items():
             self.found_bytes += info.size_bytes
             if self._leased.get(key, 0.0) < until_s:  # less than `ec_store_lease_s` is left
                 short.append(key)
         if short:
             self.run_later(self.lease(short))
-        return found
+        return entries
 
     async def lease(self, keys: Sequence[EntryKey]) -> None:
         """Protect entries from eviction for a while.
@@ -210,8 +210,8 @@ class EncoderCache:
                 return namespace
         # An adapter has the namespace of its model, and vLLM accepts a request without a model. It
         # is unambiguous if there is only one namespace.
-        known = set(self._namespaces.values())
-        return known.pop() if len(known) == 1 else None
+        namespaces = set(self._namespaces.values())
+        return namespaces.pop() if len(namespaces) == 1 else None
 
     async def call(
         self,

@@ -71,7 +71,7 @@ class HostStores:
         for address in addresses - self._servers.keys():
             options = self._options_of(address)
             if options is not None and len(self._servers) < MAX_HOSTS:
-                self._servers[address] = self._opened(options)
+                self._servers[address] = self._connect(options)
 
     def claims_at(self, host: Host | None) -> Claims | None:
         """Return the claims at the server of a host.
@@ -111,8 +111,8 @@ class HostStores:
             infos = await claims.cache.call("lookup", lambda _: store.find_here(here), budget_s)
             return None if infos is None else {info.key: info for info in infos if info is not None}
 
-        found = await asyncio.gather(*(find(host) for host in keys))
-        pairs = zip(keys, found, strict=True)
+        results = await asyncio.gather(*(find(host) for host in keys))
+        pairs = zip(keys, results, strict=True)
         return {host.address: entries for host, entries in pairs if entries is not None}
 
     @property
@@ -129,8 +129,8 @@ class HostStores:
     @property
     def found_bytes(self) -> int:
         """Total size of the entries found."""
-        found = [server.claims.cache.found_bytes for server in self._servers.values()]
-        return sum(found, self._ended_bytes)
+        sizes_bytes = [server.claims.cache.found_bytes for server in self._servers.values()]
+        return sum(sizes_bytes, self._ended_bytes)
 
     @property
     def open_circuits(self) -> Mapping[str, bool]:
@@ -141,7 +141,7 @@ class HostStores:
                 states[name] = is_open or states.get(name, False)
         return states
 
-    def _opened(self, options: RemoteOptions) -> _Server:
+    def _connect(self, options: RemoteOptions) -> _Server:
         store = RemoteArenaStore(options)
 
         async def open_store() -> RemoteArenaStore:
@@ -164,11 +164,11 @@ class HostStores:
         if not parts.hostname or (parts.scheme == "shm+tls") is not self._options.secure:
             if self._logged.get(address) != parts.scheme:
                 self._logged[address] = parts.scheme
-                wanted = "shm+tls" if self._options.secure else "shm+tcp"
+                scheme = "shm+tls" if self._options.secure else "shm+tcp"
                 logger.warning(
                     "an instance names a server that --ec-store excludes",
                     server=address,
-                    next=f"requests bypass it; --ec-store allows {wanted}:// alone",
+                    next=f"requests bypass it; --ec-store allows {scheme}:// alone",
                 )
             return None
         return self._options.at(parts.hostname, port)

@@ -31,7 +31,7 @@ class Target(NamedTuple):
         host: server of the consumer's host, if each host has a memory; None if unknown.
         fits: predicate of the instances that write where the consumer reads; None: all do.
         claims: claims in the store that the consumer reads; None without one.
-        found: entries that the memory of that host has; None if it was not asked.
+        host_entries: entries that the memory of that host has; None if it was not asked.
     """
 
     first: Reservation | None = None
@@ -40,7 +40,7 @@ class Target(NamedTuple):
     host: Host | None = None
     fits: Callable[[Instance], bool] | None = None
     claims: "Claims | None" = None
-    found: Mapping[EntryKey, EntryInfo] | None = None
+    host_entries: Mapping[EntryKey, EntryInfo] | None = None
 
     @property
     def consumer(self) -> Reservation | None:
@@ -127,13 +127,13 @@ class Attempt(NamedTuple):
         """Return the content of the prompt for a choice by it; `NO_PREFIX` for other balances."""
         return self.prompt.prefix if balance == "content" else NO_PREFIX
 
-    def tried_prefills(self, chosen: Instance | None) -> tuple[Instance, ...]:
-        """Return the avoided prefill instances, and the one that was chosen."""
-        return self.avoided_prefills if chosen is None else (*self.avoided_prefills, chosen)
+    def tried_prefills(self, prefill: Instance | None) -> tuple[Instance, ...]:
+        """Return the avoided prefill instances, and the one of this attempt."""
+        return self.avoided_prefills if prefill is None else (*self.avoided_prefills, prefill)
 
-    def tried_decodes(self, chosen: Instance | None) -> tuple[Instance, ...]:
-        """Return the avoided decode instances, and the one that was chosen."""
-        return self.avoided_decodes if chosen is None else (*self.avoided_decodes, chosen)
+    def tried_decodes(self, decode: Instance | None) -> tuple[Instance, ...]:
+        """Return the avoided decode instances, and the one of this attempt."""
+        return self.avoided_decodes if decode is None else (*self.avoided_decodes, decode)
 
     @property
     def consumer_identities(self) -> Sequence[str]:

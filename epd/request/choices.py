@@ -37,8 +37,8 @@ class RecentItems:
 
     def nearest_url(self, identities: Sequence[str]) -> str | None:
         """Return the URL of the instance with the most of these items; None if none is known."""
-        known = [url for name in identities if (url := self._urls.get(name)) is not None]
-        return Counter(known).most_common(1)[0][0] if known else None
+        urls = [url for name in identities if (url := self._urls.get(name)) is not None]
+        return Counter(urls).most_common(1)[0][0] if urls else None
 
     def record(self, identities: Sequence[str], url: str) -> None:
         """Remember that a request with these items goes to an instance."""
@@ -118,28 +118,28 @@ class Choices:
                 slug="decode_not_named",
             )
         try:
-            found = self._at(value, request.config.decode_hosts)
+            instance = self._at(value, request.config.decode_hosts)
         except ValueError:
             raise BadRequest(
                 f"{header} must be host:port, or a URL such as http://host:port",
                 slug="invalid_decode",
             ) from None
-        if found is None:
+        if instance is None:
             raise RequestRefused(
                 403,
                 f"{header} names neither a decode instance of this proxy nor a host of "
                 "--decode-hosts",
                 slug="host_not_allowed",
             )
-        return found
+        return instance
 
     def choose_release_instance(
-        self, tried: Sequence[Instance], request: Request
+        self, avoided: Sequence[Instance], request: Request
     ) -> Instance | None:
         """Return an untried instance of the table to release KV blocks; None if there is none."""
-        if not self._decodes.has_untried(tried):
+        if not self._decodes.has_untried(avoided):
             return None
-        return self._decodes.best_instance(tried, balance=request.config.decode_balance)
+        return self._decodes.best_instance(avoided, balance=request.config.decode_balance)
 
     def _best(
         self, stage: Literal["prefill", "decode"], attempt: Attempt, worth: Worth | None
@@ -157,8 +157,8 @@ class Choices:
             choice, avoided = self._decodes, attempt.avoided_decodes
             balance, prefer = config.decode_balance, before.decode if before else None
         encodes = stage == "prefill" or not attempt.needs_prefill
-        attracted = encodes and attempt.course.consumer_encodes and balance not in BY_CONTENT
-        items = [item.identity for item in request.items] if attracted else []
+        by_items = encodes and attempt.course.consumer_encodes and balance not in BY_CONTENT
+        items = [item.identity for item in request.items] if by_items else []
         if items:
             prefer = prefer or self._recent.nearest_url(items)
         instance = request.watched.choose_instance(
@@ -183,9 +183,9 @@ class Choices:
             ValueError: `address` is neither.
         """
         url = service_url(address)
-        found = self._table.find_instance(url, *ANSWERING)
-        if found is None and "://" not in address:
-            found = self._table.find_instance(url.replace("http:", "https:", 1), *ANSWERING)
-        if found is None and hosts and CLIENT_URL.fullmatch(url) and is_allowed(url, hosts):
-            found = Instance(Role.DECODE, url)
-        return found
+        instance = self._table.find_instance(url, *ANSWERING)
+        if instance is None and "://" not in address:
+            instance = self._table.find_instance(url.replace("http:", "https:", 1), *ANSWERING)
+        if instance is None and hosts and CLIENT_URL.fullmatch(url) and is_allowed(url, hosts):
+            instance = Instance(Role.DECODE, url)
+        return instance

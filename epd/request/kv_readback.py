@@ -73,7 +73,7 @@ class Readbacks:
     _stages: Stages
     _transfer: KVTransfer
     _conversations: Conversations
-    _rests: Cooldowns = field(default_factory=Cooldowns)
+    _cooldowns: Cooldowns = field(default_factory=Cooldowns)
 
     async def begin_turn(self, turn: Turn) -> None:
         """Look up the previous turn, right before the choice of the instance that continues it.
@@ -97,7 +97,7 @@ class Readbacks:
             return None
         if (blocks := before.blocks) is None:
             return None
-        if not self._rests.may_read(prefill.url, blocks.engine):
+        if not self._cooldowns.may_read(prefill.url, blocks.engine):
             self._conversations.results["rested"] += 1
             return None
         params, question = None, prompt_of(attempt.prompt.body, request.endpoint.tokenized)
@@ -132,7 +132,7 @@ class Readbacks:
             return  # it has read them, or never tried to
         prefill, engine = handover.prefill, engine_of(handover.earlier)
         hung = isinstance(error, UpstreamTimeout)
-        if hung and self._rests.may_read(prefill.url, engine):
+        if hung and self._cooldowns.may_read(prefill.url, engine):
             logger.warning(
                 "a prefill instance waited for KV blocks in vain and reads none for a while",
                 instance=prefill.url,
@@ -142,7 +142,7 @@ class Readbacks:
                     handover.earlier
                 ),
             )
-        self._rests.begin(prefill.url, engine, hung=hung)
+        self._cooldowns.begin(prefill.url, engine, hung=hung)
 
     async def _params(
         self,
@@ -157,17 +157,17 @@ class Readbacks:
             tokens = question.tokens or await self._stages.prompt_tokens(
                 prefill, question.question, request
             )
-            shared = blocks.tokens.shared_prefix_len(tokens, self._conversations.token_key)
-            if shared < LEAST:
+            shared_tokens = blocks.tokens.shared_prefix_len(tokens, self._conversations.token_key)
+            if shared_tokens < LEAST:
                 return None
-            if shared >= blocks.params["remote_num_tokens"]:
+            if shared_tokens >= blocks.params["remote_num_tokens"]:
                 return blocks.params
         except UpstreamDied:
             raise
         except (ProxyError, ValueError):
             return None
         size = self._block_tokens(decode)
-        return shorten_params(blocks.params, shared, size) if size else None
+        return shorten_params(blocks.params, shared_tokens, size) if size else None
 
     def _block_tokens(self, decode: str) -> int:
         """Return the tokens per block of a decode instance; 0 if it has not reported them."""

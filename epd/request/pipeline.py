@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from epd.api.prompts import BYTES_PER_TOKEN, prompt_tokens
-from epd.encoder_cache.claims import Claim, end_claims
+from epd.encoder_cache.claims import end_claims
 from epd.encoder_cache.keys import Keys
 from epd.errors import NoInstance, ProxyError
 from epd.media.fetch import MediaFetcher
@@ -69,8 +69,7 @@ class Pipeline:
         if request.items:
             request = await keyed_request(request, self._keys, self._fetcher)
         self._fatal.check(request.watched, [item.identity for item in request.items])
-        consumer_claims: list[Claim] = []
-        attempt, first_error = Attempt(request, course, consumer_claims, client_decode), None
+        attempt, first_error = Attempt(request, course, [], client_decode), None
         try:
             async with self._quarantine.context_for(request.watched):
                 with self._retries.tries(MAX_ATTEMPTS) as tries:
@@ -78,13 +77,13 @@ class Pipeline:
                         result = await self._run_attempt(attempt)
                         if isinstance(result, DecodeAnswer):
                             return result
-                        if (following := next_attempt(result)) is None:
+                        if (successor := next_attempt(result)) is None:
                             raise result.error.after(first_error or result.error)  # noqa: TRY301
                         await tries.next_try(result.error)
                         request.record.add_retry()
-                        attempt, first_error = following, first_error or result.error
+                        attempt, first_error = successor, first_error or result.error
         except BaseException:
-            end_claims(consumer_claims, entries_coming=False)
+            end_claims(attempt.consumer_claims, entries_coming=False)
             raise
 
     async def _run_attempt(self, attempt: Attempt) -> DecodeAnswer | FailedAttempt:
@@ -150,7 +149,10 @@ class Pipeline:
             encoded_items = await self._encoder.encode(attempt)
             if attempt.encoded_items is None:
                 items = [each for each in encoded_items if each.item.uuid is not None]
-                await self._keys.remember_names(request.body, items, request.tenant, request.config)
+                if items:
+                    await self._keys.remember_names(
+                        request.body, items, request.tenant, request.config
+                    )
         return attempt._replace(encoded_items=encoded_items)
 
     def _choose_course(self, request: Request, client_decode: Instance | None) -> Course:
@@ -170,11 +172,11 @@ class Pipeline:
             partial(prompt_tokens, request.body),
             request.client_headers,
         )
-        if (decided := self._coordinate(facts)) is None:
+        if (decision := self._coordinate(facts)) is None:
             if facts.roles.isdisjoint(ANSWERING):
                 raise NoInstance("there is no decode instance: register one", slug="no_decode")
             raise NoInstance("no policy decides where this request runs", slug="no_policy")
-        policy, course = decided
+        policy, course = decision
         request.record.add_policy(policy)
         return course if facts.prefills else course._replace(prefill=False)
 

@@ -54,8 +54,8 @@ class Placement:
             return [each._replace(place=OUT_OF_REACH) for each in items]
         course = job.attempt.course
         rule = course.items
-        if rule is not None and (forced := _forced_place(job, hits)) is not None:
-            items = [each._replace(place=forced) for each in items]
+        if rule is not None and (place := _forced_place(job, hits)) is not None:
+            items = [each._replace(place=place) for each in items]
         elif rule is not None:
             items = self._apply_rule(job, rule, items)
         if not course.consumer_encodes and job.may_leave and not job.attempt.reencode:
@@ -79,11 +79,11 @@ class Placement:
         """Place items by a rule. Each one then counts in the forecast of the next."""
         forecast = self._forecast(job)
         consumers_write = self._access.consumers_write()
-        placed: list[MissingItem] = []
+        placed_items: list[MissingItem] = []
         for each in items:
             item, tokens = each.item, each.tokens
             if each.under_way:
-                placed.append(each._replace(place=UNDER_WAY))
+                placed_items.append(each._replace(place=UNDER_WAY))
                 continue
             queue = forecast.best_queue(tokens, item.identity)
             measured = queue is not None and forecast.token_s is not None
@@ -107,8 +107,8 @@ class Placement:
                 queue.add_item(tokens)
                 if measured and place.soonest:
                     first_url = queue.instance.url
-            placed.append(each._replace(place=place, first_url=first_url))
-        return placed
+            placed_items.append(each._replace(place=place, first_url=first_url))
+        return placed_items
 
     def _shed(self, job: EncodeJob, items: Sequence[MissingItem]) -> Sequence[MissingItem]:
         """Leave the items to the consumer for which the queue of every encode instance is too long.
@@ -126,7 +126,7 @@ class Placement:
         limit_s = FITS_SHARE * timeout_s / (2 if forecast.several else 1)
         if forecast.longest_s(tokens) <= limit_s:
             return items
-        placed: list[MissingItem] = []
+        placed_items: list[MissingItem] = []
         for each in items:
             place = each.place
             queue = forecast.best_queue(each.tokens, each.item.identity)
@@ -135,8 +135,8 @@ class Placement:
                     place = OVERLOADED
                 else:
                     queue.add_item(each.tokens)
-            placed.append(each._replace(place=place))
-        return placed
+            placed_items.append(each._replace(place=place))
+        return placed_items
 
     def _forecast(self, job: EncodeJob) -> Forecast:
         target = job.attempt.target

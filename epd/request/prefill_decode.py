@@ -52,7 +52,7 @@ class DecodeAnswer:
     span: "Span | None"
     turn: AnsweredTurn | None
     usage: Usage
-    _using: InFlight
+    _in_flight: InFlight
     _fatal: FatalRequests
     _watched: Watched
     _consumer_identities: Sequence[str]
@@ -64,23 +64,27 @@ class DecodeAnswer:
         if self._consumer_claims:
             end_claims(self._consumer_claims, entries_coming=error is None)
 
+    def close(self, error: BaseException | None) -> None:
+        """Close the answer; the next attempt of its request keeps the claims."""
+        if self.span is not None:
+            self.span.end_span(slug_of(error))
+        self.reply.close()
+        self._in_flight.end_request(error)
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Close the answer, and judge its instance by the error."""
+        """Close the answer, end the claims, and count the death of its instance."""
         self.end_claims(error)
-        if self.span is not None:
-            self.span.end_span(slug_of(error))
-        self.reply.close()
-        self._using.end_request(error)
+        self.close(error)
         if error is None and self.engine_died:
             error = UpstreamDied("the engine died in its stream", stage="decode")
         watched, items = self._watched, self._consumer_identities
         if error is None:
             self._fatal.record_survival(watched, items)
         elif isinstance(error, ProxyError):
-            self._fatal.count_death(error, self._using.instance, watched, items)
+            self._fatal.count_death(error, self._in_flight.instance, watched, items)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -145,7 +149,7 @@ class PrefillDecode:
             ProxyError: the instance failed, or rejected the request.
         """
         request, prompt, decode = attempt.request, attempt.prompt, handover.decode
-        using = self._table.track_request(
+        in_flight = self._table.track_request(
             handover.prefill,
             rank=handover.prefill_rank,
             prefix=attempt.prefix(request.config.prefill_balance),
@@ -153,15 +157,15 @@ class PrefillDecode:
         )
         reads_back = handover.earlier is not None
         try:
-            with using, nullcontext() if decode is None else self._table.reserve_place(decode):
-                request.record.add_prefix(using.matched)
+            with in_flight, nullcontext() if decode is None else self._table.reserve_place(decode):
+                request.record.add_prefix(in_flight.matched)
                 prefilled = await self._stages.prefill(self._transfer, handover, prompt, request)
         except ProxyError as error:
             self._forget_peer(handover.prefill, error)
             if reads_back:
                 self._readbacks.record_result(handover, error)
                 prompt = prompt._replace(depends=True)
-            raise self._judged(attempt, prompt, using, error) from error.__cause__
+            raise self._judge(attempt, prompt, in_flight, error) from error.__cause__
         request.doubts.settle(handover.prefill)
         if self._peers is not None:
             self._peers.learn_facts(prefilled)
@@ -193,12 +197,12 @@ class PrefillDecode:
         instance: Instance,
         rank: int | None = None,
         prefilled: Prefilled | None = None,
-        prefilling: asyncio.Task[Prefilled] | None = None,
+        prefill_task: asyncio.Task[Prefilled] | None = None,
     ) -> DecodeAnswer:
         """Return decode's answer, opened. Without a prefill, decode prefills the request.
 
-        If the head of the answer does not come, prefill's blocks are released. `prefilling` is the
-        prefill if it runs at the same time.
+        If the head of the answer does not come, prefill's blocks are released. `prefill_task` is
+        the prefill if it runs at the same time.
 
         Raises:
             ProxyError: the instance failed, or rejected the request.
@@ -216,36 +220,36 @@ class PrefillDecode:
             # Decode loads blocks, and ignores the media.
             prompt = prompt._replace(body=body, depends=True, named=False)
         prefix = attempt.prefix(request.config.decode_balance)
-        using = self._table.track_request(
+        in_flight = self._table.track_request(
             instance, rank=rank, prefix=prefix, work=work
         ).begin_request()
         if prefilled is None:
-            request.record.add_prefix(using.matched)
+            request.record.add_prefix(in_flight.matched)
         try:
-            with request.record.time_stage("decode", instance.url) as timed:
+            with request.record.time_stage("decode", instance.url) as stage:
                 reply = await self._stages.decode(
-                    instance, prompt, request, request_id, using.rank, timed.span
+                    instance, prompt, request, request_id, in_flight.rank, stage.span
                 )
                 always_whole = turn is not None and turn.capture is not None
                 await self._stages.wait_beginning(reply, request, always_whole=always_whole)
         except BaseException as error:
-            if reply is None and prefilled is not None and _has_blocks(prefilling, error):
+            if reply is None and prefilled is not None and _has_blocks(prefill_task, error):
                 self._releases.release_unread(attempt, prompt.body, instance, error)
-            using.end_request(error)
+            in_flight.end_request(error)
             if not isinstance(error, ProxyError):
                 raise
             if handover is not None:
                 self._forget_peer(handover.prefill, error)
-            raise self._judged(attempt, prompt, using, error) from error.__cause__
+            raise self._judge(attempt, prompt, in_flight, error) from error.__cause__
         request.record.wait_for("answer")
-        using.record_answer()
+        in_flight.record_answer()
         request.doubts.settle(instance)
         return DecodeAnswer(
             reply,
-            timed.span,
+            stage.span,
             turn,
             {} if prefilled is None else prefilled.usage,
-            using,
+            in_flight,
             self._fatal,
             request.watched,
             attempt.consumer_identities,
@@ -261,28 +265,28 @@ class PrefillDecode:
             ProxyError: the first failure of the two.
         """
         expected = Prefilled(handover, self._transfer.decode_params(handover, {}), {}, {})
-        prefilling = asyncio.create_task(self.prefill(attempt, handover))
-        decoding = asyncio.create_task(self.decode(attempt, decode, None, expected, prefilling))
+        prefill_task = asyncio.create_task(self.prefill(attempt, handover))
+        decode_task = asyncio.create_task(
+            self.decode(attempt, decode, None, expected, prefill_task)
+        )
         try:
-            await wait_both(prefilling, decoding)
+            await wait_both(prefill_task, decode_task)
         except BaseException:
-            if _has_result(decoding):
-                # The instance of an abandoned answer is not blamed. The claims are of the request.
-                answer = replace(decoding.result(), _consumer_claims=[])
-                answer.__exit__(None, asyncio.CancelledError(), None)
+            if _has_result(decode_task):
+                decode_task.result().close(asyncio.CancelledError())
             raise
-        return replace(decoding.result(), usage=prefilling.result().usage)
+        return replace(decode_task.result(), usage=prefill_task.result().usage)
 
     def _forget_peer(self, prefill: Instance, error: ProxyError) -> None:
         """Drop the facts about prefill's connector: it may have been replaced."""
         if self._peers is not None and not error.rejects_request:
             self._peers.forget_instance(prefill)
 
-    def _judged(
+    def _judge(
         self,
         attempt: Attempt,
         prompt: Prompt,
-        using: InFlight,
+        in_flight: InFlight,
         error: ProxyError,
     ) -> ProxyError:
         """Return the final error of a request to an instance, after judging the instance.
@@ -290,8 +294,8 @@ class PrefillDecode:
         Only the first 500 of a stage may mean that an entry or KV blocks are missing.
         """
         loads = prompt.depends and error.stage not in attempt.failures
-        attempt.request.doubts.add(error, using, loads=loads, names=prompt.named)
-        return self._final_error(attempt, using.instance, error)
+        attempt.request.doubts.add(error, in_flight, loads=loads, names=prompt.named)
+        return self._final_error(attempt, in_flight.instance, error)
 
     def _final_error(self, attempt: Attempt, instance: Instance, error: ProxyError) -> ProxyError:
         """Return the final error of an attempt, after counting a death of its instance."""
@@ -300,8 +304,8 @@ class PrefillDecode:
 
 
 async def wait_both(
-    prefilling: asyncio.Task[Any],
-    decoding: asyncio.Task[Any],
+    prefill_task: asyncio.Task[Any],
+    decode_task: asyncio.Task[Any],
     dies_within_s: float = DIES_WITHIN_S,
 ) -> None:
     """Wait for prefill and decode of one attempt. At a failure, end the other one.
@@ -312,7 +316,7 @@ async def wait_both(
     Raises:
         ProxyError: a failure of one of them.
     """
-    both = prefilling, decoding
+    both = prefill_task, decode_task
     try:
         await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
         if any(isinstance(error, UpstreamDied | SuspectedFatal) for error in errors_of(both)):
@@ -330,9 +334,9 @@ def _has_result(task: asyncio.Task[Any]) -> bool:
     return task.done() and not task.cancelled() and task.exception() is None
 
 
-def _has_blocks(prefilling: asyncio.Task[Prefilled] | None, error: BaseException) -> bool:
+def _has_blocks(prefill_task: asyncio.Task[Prefilled] | None, error: BaseException) -> bool:
     """Return whether prefill has blocks when its decode ends in this error.
 
     A cancellation ends a prefill in progress too, which then releases them.
     """
-    return prefilling is None or (isinstance(error, ProxyError) and _has_result(prefilling))
+    return prefill_task is None or (isinstance(error, ProxyError) and _has_result(prefill_task))

@@ -116,14 +116,12 @@ class Chain:
         """
         if isinstance(value, str):
             self._add_text(value.encode(), depth)
-        elif isinstance(value, dict):
-            self._add_fields(value, path, depth)
         elif isinstance(value, list) and not (value and isinstance(value[0], int)):
             media, depth = self._media, depth + 1
             for index, inner in enumerate(value):
                 where = (*path, index) if media else path
-                if media and (found := media.get(where)) is not None:
-                    self._add_media(found[0], found[1], depth)
+                if media and (item := media.get(where)) is not None:
+                    self._add_media(*item, depth)
                 elif isinstance(inner, dict):
                     self._add_fields(inner, where, depth)
                 else:

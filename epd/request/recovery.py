@@ -61,7 +61,7 @@ class FailedAttempt(NamedTuple):
         """Number of failures of the failed stage."""
         return self.failures.count(self.error.stage)
 
-    def following(self, **changes: Any) -> Attempt:
+    def successor(self, **changes: Any) -> Attempt:
         """Return the next attempt with these changes. It avoids the instances chosen before."""
         attempt, doubtful = self.attempt, self.attempt.doubtful
         prefills = attempt.tried_prefills(self.prefill)
@@ -144,7 +144,7 @@ def _encoded_again(failure: FailedAttempt) -> Attempt:
     """
     before = failure.attempt
     form = max(before.form, SendForm.MEDIA)
-    attempt = failure.following(form=form, reencode=True, encoded_items=None)
+    attempt = failure.successor(form=form, reencode=True, encoded_items=None)
     if failure.others:
         return attempt
     if failure.at_prefill:
@@ -153,7 +153,7 @@ def _encoded_again(failure: FailedAttempt) -> Attempt:
 
 
 def _without_doubt(failure: FailedAttempt) -> Attempt:
-    attempt, doubtful = failure.following(doubtful=None), failure.attempt.doubtful
+    attempt, doubtful = failure.successor(doubtful=None), failure.attempt.doubtful
     prefills, decodes = (
         tuple(instance for instance in avoided if instance != doubtful)
         for avoided in (attempt.avoided_prefills, attempt.avoided_decodes)
@@ -166,7 +166,7 @@ RULES: Sequence[Rule] = (
         "prefill fails while it reads decode's blocks of the previous turn",
         "prefill computes them; the same instance may be chosen",
         lambda failure: failure.at_prefill and failure.error.worked and failure.reads_back,
-        lambda failure: failure.following(
+        lambda failure: failure.successor(
             failures=failure.attempt.failures,
             avoided_prefills=failure.attempt.avoided_prefills,
             doubtful=failure.attempt.doubtful,
@@ -176,7 +176,7 @@ RULES: Sequence[Rule] = (
         "prefill or decode answers 400 to metadata in place of media",
         "the request is sent again with its media",
         _metadata_refused,
-        lambda failure: failure.following(failures=failure.attempt.failures, form=SendForm.MEDIA),
+        lambda failure: failure.successor(failures=failure.attempt.failures, form=SendForm.MEDIA),
     ),
     Rule(
         "prefill or decode answers 500 to a request that names encoder outputs, the first time",
@@ -193,7 +193,7 @@ RULES: Sequence[Rule] = (
         "the media are sent without names: an instance that has cached a name without its media, "
         "and cannot read the entry, encodes them",
         _media_lost,
-        lambda failure: failure.following(form=SendForm.UNNAMED, doubtful=failure.attempt.doubtful),
+        lambda failure: failure.successor(form=SendForm.UNNAMED, doubtful=failure.attempt.doubtful),
     ),
     Rule(
         f"prefill or decode fails, fewer than {MAX_FAILURES} times, and an instance may succeed, "
@@ -202,7 +202,7 @@ RULES: Sequence[Rule] = (
         f"`--on-prefill-failure local`, {MAX_ATTEMPTS - MAX_FAILURES} prefill instances are "
         "chosen at most",
         _stage_again,
-        FailedAttempt.following,
+        FailedAttempt.successor,
     ),
     Rule(
         "prefill or decode fails, decode without a timeout, and another may have failed only "
@@ -215,7 +215,7 @@ RULES: Sequence[Rule] = (
         "prefill fails otherwise, with `--on-prefill-failure local`",
         "decode prefills the request itself",
         lambda failure: failure.prefill_replaceable and failure.error.retryable,
-        lambda failure: failure.following(without_prefill=True),
+        lambda failure: failure.successor(without_prefill=True),
     ),
 )
 """Rows in order of precedence. The client receives failures of other stages, and failures without a

@@ -94,11 +94,13 @@ class Stages:
             ProxyError: the instance failed, or rejected the item.
         """
         remote = item.is_remote
-        with request.record.time_stage("encode", instance.url, item) as timed:
-            headers = request.headers_for(request.child_id(), timed.span)
+        with request.record.time_stage("encode", instance.url, item) as stage:
+            headers = request.headers_for(request.child_id(), stage.span)
             headers.pop(PRIORITY, None)  # one encode serves all requests with this item
             forms, system = self._encode_forms, has_system_message(body)
-            sent = forms.first_form(instance, encode_body(body, item, params), system=system)
+            encode_request = forms.first_form(
+                instance, encode_body(body, item, params), system=system
+            )
             clock = asyncio.get_running_loop().time
             until_s = clock() + timeout_s
             try:
@@ -107,13 +109,13 @@ class Stages:
                         instance.url + CHAT.path,
                         stage="encode",
                         headers=headers,
-                        body=encode_json(sent, request.cuts),
+                        body=encode_json(encode_request, request.cuts),
                         timeout_s=until_s - clock(),
                     )
-                    other = forms.next_form(instance, sent, answer.status, system=system)
+                    other = forms.next_form(instance, encode_request, answer.status, system=system)
                     if other is None:
                         break
-                    sent = other
+                    encode_request = other
             except UpstreamTimeout as error:
                 share = timeout_s / request.config.encode_timeout_s
                 if remote and share >= LATE_SHARE:  # the media's host may have caused the delay
@@ -121,12 +123,12 @@ class Stages:
                 if share < FULL_SHARE:
                     error.outcome = Outcome.LATE if share >= LATE_SHARE else Outcome.NOTHING
                 raise
-            timed.record_status(answer.status)
-            accepted = _accepted(answer, "encode", request, fetches=remote)
-            forms.record_success(instance, sent)
-            if "model" in sent:
-                request.record.learn_model(accepted)
-            return read_encoded(accepted, item.modality)
+            stage.record_status(answer.status)
+            content = _body_of(answer, "encode", request, fetches=remote)
+            forms.record_success(instance, encode_request)
+            if "model" in encode_request:
+                request.record.learn_model(content)
+            return read_encoded(content, item.modality)
 
     async def prefill(
         self, transfer: KVTransfer, handover: Handover, prompt: Prompt, request: Request
@@ -138,24 +140,24 @@ class Stages:
         """
         endpoint, instance, record = request.endpoint, handover.prefill, request.record
         body = endpoint.prefill(prompt.body, transfer.prefill_params(handover))
-        with record.time_stage("prefill", instance.url) as timed:
+        with record.time_stage("prefill", instance.url) as stage:
             answer = await self._upstream.fetch(
                 instance.url + endpoint.path,
                 stage="prefill",
                 headers=request.headers_for(
-                    handover.request_id, timed.span, handover.prefill_rank, mark=prompt.mark
+                    handover.request_id, stage.span, handover.prefill_rank, mark=prompt.mark
                 ),
                 body=endpoint.encode_body(body, request.cuts),
                 timeout_s=request.config.prefill_timeout_s,
             )
-            timed.record_status(answer.status)
-            accepted = _accepted(answer, "prefill", request, fetches=prompt.fetches)
-            record.learn_model(accepted)
-            replied = reply_field(accepted, "kv_transfer_params", stage="prefill")
-            params = transfer.decode_params(handover, replied)
-            usage = prefill_usage(accepted)
+            stage.record_status(answer.status)
+            content = _body_of(answer, "prefill", request, fetches=prompt.fetches)
+            record.learn_model(content)
+            reply = reply_field(content, "kv_transfer_params", stage="prefill")
+            params = transfer.decode_params(handover, reply)
+            usage = prefill_usage(content)
         record.add_prefilled(time.monotonic())
-        return Prefilled(handover, params, replied, usage)
+        return Prefilled(handover, params, reply, usage)
 
     async def decode(  # noqa: PLR0913, PLR0917 - all describe one request
         self,
@@ -294,11 +296,11 @@ class Stages:
             ProxyError: the release failed.
         """
         endpoint = request.endpoint
-        with request.record.time_stage("release", instance.url) as timed:
+        with request.record.time_stage("release", instance.url) as stage:
             reply = await self._upstream.open(
                 instance.url + endpoint.path,
                 stage="release",
-                headers=request.headers_for(request.child_id(), timed.span),
+                headers=request.headers_for(request.child_id(), stage.span),
                 body=endpoint.encode_body(
                     endpoint.release(_for_role(body, instance)), request.cuts
                 ),
@@ -337,7 +339,7 @@ async def _check_beginning(reply: Reply, grammar: Grammar) -> None:
         raise UpstreamRejected(status, error, stage="decode", headers=reply.headers)
 
 
-def _accepted(answer: WholeReply, stage: Stage, request: Request, *, fetches: bool) -> bytes:
+def _body_of(answer: WholeReply, stage: Stage, request: Request, *, fetches: bool) -> bytes:
     """Return the body of a 2xx answer; raise an error for any other."""
     if answer.ok:
         return answer.body

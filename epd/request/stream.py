@@ -81,7 +81,7 @@ class StreamRelay:
             ended = await self._reply.pour_body(self._write, idle_s)
         elif chunk := await self._reply.chunk(idle_s):
             ended = False
-            if events := self._aligned(chunk):
+            if events := self._whole_events(chunk):
                 await self._stream.write(events)
         else:
             ended = True
@@ -91,7 +91,7 @@ class StreamRelay:
 
     def _write(self, chunk: bytes) -> bool:
         """Write the complete events. Return whether more can be written at once."""
-        events, transport = self._aligned(chunk), self._transport
+        events, transport = self._whole_events(chunk), self._transport
         if transport.is_closing():  # uvloop raises on a write to a closed transport
             return False
         if events:
@@ -102,7 +102,7 @@ class StreamRelay:
             and self._failure is None
         )
 
-    def _aligned(self, chunk: bytes) -> bytes:
+    def _whole_events(self, chunk: bytes) -> bytes:
         try:
             events = self._aligner.feed(chunk)
         except ValueError:
@@ -116,11 +116,12 @@ class StreamRelay:
             self._answer.engine_died = True
         if events and self._time_events(events):
             self._answer.end_claims()  # decode has encoded the items
-        relayed = events if self._capture is None else self._capture(events)
+        if self._capture is not None:
+            events = self._capture(events)
         if usage := self._answer.usage:
-            relayed = with_usage(relayed, usage)
-        self._record.add_answer(len(relayed))
-        return relayed
+            events = with_usage(events, usage)
+        self._record.add_answer(len(events))
+        return events
 
     def _time_events(self, events: bytes) -> bool:
         """Record the time of events with tokens; return whether they are the first ones."""
