@@ -22,7 +22,14 @@ from epd.server.api_routes import CONVERSATIONS
 from epd.server.app_keys import ADMISSION, TABLE
 from tests.requests import image
 from tests.support.clients import ALICE, BOB, bearer
-from tests.support.fake_instance import FakeInstance, drops, fails_first, hangs, refuses
+from tests.support.fake_instance import (
+    FakeInstance,
+    Handler,
+    drops,
+    fails_first,
+    hangs,
+    refuses,
+)
 from tests.support.fake_turns import PICTURE, WRONG, Turns, rendered
 from tests.support.fleet import Fleet, Launch, until
 from tests.support.redis_server import RedisServer
@@ -562,6 +569,29 @@ async def test_a_prefill_that_has_not_tried_to_read_reads_the_next_conversations
         fleet.p.chat = computes
         assert await talk.ask(LONG) != WRONG
         assert len(turns.read) == 1
+
+
+@pytest.mark.parametrize(("fault", "dies"), [(refuses(404), False), (drops, True)])
+async def test_a_turn_is_computed_if_its_prompt_cannot_be_tokenized(
+    launch: Launch, fault: Handler, dies: bool
+) -> None:
+    turns = Turns()
+    async with talking(launch, turns, prefill=2) as fleet:
+        talk = Talk(fleet)
+        await talk.ask(LONG)
+        [first] = [instance for instance in fleet.prefill if instance.calls]
+        computes = first.chat
+
+        async def chat(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            asked = fault if request.path == "/tokenize" else computes
+            return await asked(request, body)
+
+        first.chat = chat
+        assert await talk.ask(LONG) != WRONG
+        assert not turns.read
+        paths = [call.path for call in first.calls[1:]]
+        assert paths[0] == "/tokenize"
+        assert (paths[-1] == "/tokenize") is dies  # the other instance prefills
 
 
 async def test_a_client_that_leaves_leaves_nothing(launch: Launch) -> None:
