@@ -187,22 +187,22 @@ class Claims:
         self, keys: Sequence[EntryKey], store: ProxyStore
     ) -> list[EntryInfo | bool]:
         """Claim entries that are not stored. If the request ends before, they are released."""
-        claiming = asyncio.ensure_future(store.claim_or_find(keys, self._owner, self._claim_s))
+        claim_task = asyncio.ensure_future(store.claim_or_find(keys, self._owner, self._claim_s))
         try:
-            return await asyncio.shield(claiming)
+            return await asyncio.shield(claim_task)
         except asyncio.CancelledError:
-            self.cache.run_later(self._release_unused(keys, claiming, store))
+            self.cache.run_later(self._release_unused(keys, claim_task, store))
             raise
 
     async def _release_unused(
         self,
         keys: Sequence[EntryKey],
-        claiming: asyncio.Future[list[EntryInfo | bool]],
+        claim_task: asyncio.Future[list[EntryInfo | bool]],
         store: ProxyStore,
     ) -> None:
         # Not by `call`, which skips the store after such failures.
         with suppress(StoreError, ValueError):
-            answers = zip(keys, await claiming, strict=True)
+            answers = zip(keys, await claim_task, strict=True)
             claimed_keys = [key for key, answer in answers if answer is True]
             if unused := [key for key in claimed_keys if key not in self._claims]:
                 await store.release(unused, self._owner)

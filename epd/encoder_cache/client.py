@@ -103,10 +103,10 @@ class EncoderCache:
         self._reading = Breaker("reading from the encoder store", warn=_warn, open_s=skip_s)
         self._writing = Breaker("writing to the encoder store", warn=_warn, open_s=skip_s)
         self._namespaces: Mapping[str, str] = {}
-        self._learned: BoundedDict[str, str] = BoundedDict(MAX_LEARNED)
+        self._learned_namespaces: BoundedDict[str, str] = BoundedDict(MAX_LEARNED)
         self._ready = asyncio.Event()
         self._refresh_now = asyncio.Event()
-        self._leased: BoundedDict[EntryKey, float] = BoundedDict(MAX_LEASED)
+        self._lease_ends_s: BoundedDict[EntryKey, float] = BoundedDict(MAX_LEASED)
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
@@ -157,7 +157,7 @@ class EncoderCache:
         short: list[EntryKey] = []
         for key, info in entries.items():
             self.found_bytes += info.size_bytes
-            if self._leased.get(key, 0.0) < until_s:  # less than `ec_store_lease_s` is left
+            if self._lease_ends_s.get(key, 0.0) < until_s:  # less than `ec_store_lease_s` is left
                 short.append(key)
         if short:
             self.run_later(self.lease(short))
@@ -173,7 +173,7 @@ class EncoderCache:
         infos = await self.call("lease", lambda store: store.lease(keys, lease_s))
         for info in infos or ():
             if info is not None:
-                self._leased[info.key] = until_s
+                self._lease_ends_s[info.key] = until_s
 
     async def stats(self) -> StoreStats | None:
         """Return the metrics of the store; None if it cannot be read.
@@ -200,12 +200,12 @@ class EncoderCache:
             return
         if self._namespaces.get(model, namespace) != namespace:
             self._refresh_now.set()
-        self._learned[model] = namespace
+        self._learned_namespaces[model] = namespace
 
     def namespace(self, model: str | None) -> str | None:
         """Return the store's namespace of a served model; None if unknown."""
         if model is not None:
-            namespace = self._namespaces.get(model) or self._learned.get(model)
+            namespace = self._namespaces.get(model) or self._learned_namespaces.get(model)
             if namespace:
                 return namespace
         # An adapter has the namespace of its model, and vLLM accepts a request without a model. It

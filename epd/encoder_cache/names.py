@@ -10,7 +10,7 @@ from ec_store.keys import EntryKey
 from epd.encoder_cache.client import EncoderCache
 from epd.errors import RequestRefused, no_store
 
-NOTHING = memoryview(b"")
+NO_TENSOR = memoryview(b"")
 """The tensor of a name, which is an entry with only metadata."""
 
 MAX_STALE = 65536
@@ -55,7 +55,7 @@ class ClientNames:
         if before == metadata:
             self._stale.pop(key, None)
             return
-        entry = Entry(NOTHING, "F32", (0,), modality, metadata)
+        entry = Entry(NO_TENSOR, "F32", (0,), modality, metadata)
         written: bool | None = None
         try:
             written = await self._cache.call(

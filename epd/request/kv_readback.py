@@ -166,13 +166,9 @@ class Readbacks:
             raise
         except (ProxyError, ValueError):
             return None
-        size = self._block_tokens(decode)
-        return shorten_params(blocks.params, shared_tokens, size) if size else None
-
-    def _block_tokens(self, decode: str) -> int:
-        """Return the tokens per block of a decode instance; 0 if it has not reported them."""
         instance = self._table.find_instance(decode, *ANSWERING)
-        return 0 if instance is None else self._table.load(instance).block_tokens
+        size = 0 if instance is None else self._table.load(instance).block_tokens  # 0: unreported
+        return shorten_params(blocks.params, shared_tokens, size) if size else None
 
 
 def _basis(question: PromptQuestion | None, attempt: Attempt) -> Basis | None:

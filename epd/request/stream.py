@@ -14,7 +14,7 @@ from epd.request.recorder import Recorder
 
 AFTER_END_S = 1.0
 """Silence after an error in a stream after which its connection is closed, in seconds."""
-UNTAKEN_BYTES = 64 * 1024
+UNSENT_BYTES = 64 * 1024
 """With more unsent bytes than this, each write waits for the client."""
 
 
@@ -77,7 +77,7 @@ class StreamRelay:
     async def _relay(self, idle_s: float) -> bool:
         """Relay some events. Return whether the stream has ended."""
         transport = self._transport
-        if transport.get_write_buffer_size() <= UNTAKEN_BYTES and not transport.is_closing():
+        if transport.get_write_buffer_size() <= UNSENT_BYTES and not transport.is_closing():
             ended = await self._reply.pour_body(self._write, idle_s)
         elif chunk := await self._reply.chunk(idle_s):
             ended = False
@@ -97,7 +97,7 @@ class StreamRelay:
         if events:
             transport.write(b"%x\r\n%b\r\n" % (len(events), events) if self._chunked else events)
         return (
-            transport.get_write_buffer_size() <= UNTAKEN_BYTES
+            transport.get_write_buffer_size() <= UNSENT_BYTES
             and not self._aligner.ended
             and self._failure is None
         )
