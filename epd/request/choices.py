@@ -73,7 +73,7 @@ class Choices:
         by_client = attempt.client_decode is not None
         return not by_client and self._decodes.has_untried(attempt.tried_decodes(decode))
 
-    def choose_prefill(self, attempt: Attempt, worth: Worth | None = None) -> Instance:
+    def choose_prefill(self, attempt: Attempt, worth: Worth | None) -> Instance:
         """Return the prefill instance beside the proxy, or the best one of the table.
 
         Without `worth`, all instances save the same.
