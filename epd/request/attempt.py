@@ -138,5 +138,6 @@ class Attempt(NamedTuple):
     @property
     def consumer_identities(self) -> Sequence[str]:
         """Identities of the items that prefill or decode encode themselves."""
-        items = self.encoded_items or ()
-        return [each.item.identity for each in items if each.result == "local"]
+        if self.encoded_items is None:
+            return ()
+        return [each.item.identity for each in self.encoded_items if each.result == "local"]
