@@ -58,12 +58,12 @@ class Lookup(NamedTuple):
     """Result of a lookup.
 
     Attributes:
-        found: the stored entries; None if the store did not answer.
+        entries: the stored entries; None if the store did not answer.
         claimed_keys: missing entries that were claimed, for `Claims.give_back`. None: no entry is
             missing, or the store did not say whether anyone makes the missing ones.
     """
 
-    found: Mapping[EntryKey, EntryInfo] | None
+    entries: Mapping[EntryKey, EntryInfo] | None
     claimed_keys: Sequence[EntryKey] | None
 
 
@@ -103,7 +103,7 @@ def end_claims(claims: list[Claim], *, entries_coming: bool) -> None:
     claims.clear()
 
 
-class Waited(NamedTuple):
+class WaitResult(NamedTuple):
     """Result of a wait for an entry that others make: the entry, or the claim to make it, if any.
 
     With neither, the request makes the entry without a claim.
@@ -149,58 +149,60 @@ class Claims:
         keys: Sequence[EntryKey],
         *,
         patient: bool = False,
-        known: Mapping[EntryKey, EntryInfo] | None = None,
+        host_entries: Mapping[EntryKey, EntryInfo] | None = None,
     ) -> Lookup:
         """Look up entries, and claim the missing ones; `give_back` releases those not used.
 
         A `patient` lookup is for a request that cannot do without an answer. Missing entries that
-        this proxy has all claimed are not claimed again. `known` are the entries that a look-up of
+        this proxy has all claimed are not claimed again. `host_entries` are those that a look-up of
         all keys has found a moment ago; None: there was none.
         """
-        found: Mapping[EntryKey, EntryInfo] | None
-        if known is None:
-            found = await self.cache.find_entries(keys, patient=patient)
+        entries: Mapping[EntryKey, EntryInfo] | None
+        if host_entries is None:
+            entries = await self.cache.find_entries(keys, patient=patient)
         else:
-            found = self.cache.note_found(known[key] for key in keys if key in known)
-        missing = [key for key in keys if key not in found] if found is not None else []
+            entries = self.cache.note_entries(
+                host_entries[key] for key in keys if key in host_entries
+            )
+        missing = [key for key in keys if key not in entries] if entries is not None else []
         claimed_keys: list[EntryKey] | None = None
         if missing and all(key in self._claims for key in missing):
             claimed_keys = []
         elif missing:
             answers = await self.cache.call("claim", partial(self._claim_or_find, missing))
             if answers is not None:
-                found = {**(found or {}), **self.cache.note_found(answers)}
+                entries = {**(entries or {}), **self.cache.note_entries(answers)}
                 pairs = zip(missing, answers, strict=True)
                 claimed_keys = [key for key, answer in pairs if answer is True]
-        for key in found or ():
+        for key in entries or ():
             self._due_s.pop(key, None)
         for key in claimed_keys or ():
             self._claims.setdefault(key, Claim(self, key))
         if claimed_keys and not self._tending:
             self._tending = True
             self.cache.keep_running("claims", self._renew_and_release)
-        return Lookup(found, claimed_keys)
+        return Lookup(entries, claimed_keys)
 
     async def _claim_or_find(
         self, keys: Sequence[EntryKey], store: ProxyStore
     ) -> list[EntryInfo | bool]:
         """Claim entries that are not stored. If the request ends before, they are released."""
-        claiming = asyncio.ensure_future(store.claim_or_find(keys, self._owner, self._claim_s))
+        claim_task = asyncio.ensure_future(store.claim_or_find(keys, self._owner, self._claim_s))
         try:
-            return await asyncio.shield(claiming)
+            return await asyncio.shield(claim_task)
         except asyncio.CancelledError:
-            self.cache.run_later(self._release_unused(keys, claiming, store))
+            self.cache.run_later(self._release_unused(keys, claim_task, store))
             raise
 
     async def _release_unused(
         self,
         keys: Sequence[EntryKey],
-        claiming: asyncio.Future[list[EntryInfo | bool]],
+        claim_task: asyncio.Future[list[EntryInfo | bool]],
         store: ProxyStore,
     ) -> None:
         # Not by `call`, which skips the store after such failures.
         with suppress(StoreError, ValueError):
-            answers = zip(keys, await claiming, strict=True)
+            answers = zip(keys, await claim_task, strict=True)
             claimed_keys = [key for key, answer in answers if answer is True]
             if unused := [key for key in claimed_keys if key not in self._claims]:
                 await store.release(unused, self._owner)
@@ -226,7 +228,7 @@ class Claims:
         claim.release_s = inf
         return claim
 
-    async def wait(self, key: EntryKey, limit_s: float) -> Waited:
+    async def wait(self, key: EntryKey, limit_s: float) -> WaitResult:
         """Return an entry that others make, as soon as it is stored.
 
         Otherwise the caller makes it: with the claim if the other maker failed, and without if the
@@ -234,22 +236,22 @@ class Claims:
         for `LATE_S` no request begins to wait for it.
         """
         if self.is_late(key):
-            return Waited()
+            return WaitResult()
         try:
             async with asyncio.timeout(limit_s):
                 while True:
                     if (claim := self.use(key)) is not None:
-                        return Waited(claim=claim)
+                        return WaitResult(claim=claim)
                     # All waits of this proxy for one entry share their lookups.
-                    polled = await self._polls.join(key, partial(self._poll, key))
-                    if polled != "unused":
-                        return Waited(polled)
+                    result = await self._polls.join(key, partial(self._poll, key))
+                    if result != "unused":
+                        return WaitResult(result)
         except TimeoutError:
             if limit_s > self.consumer_wait_s / 2:  # else it was the request that had no time
                 self._due_s[key] = asyncio.get_running_loop().time()
         finally:
             self.give_back([key])
-        return Waited()
+        return WaitResult()
 
     async def _poll(self, key: EntryKey) -> EntryInfo | Literal["unused"] | None:
         """Return an entry once it is stored, or "unused" once this proxy has its claim unused.
@@ -260,7 +262,7 @@ class Claims:
         delays_s = iter(POLL_S)
         while True:
             lookup = await self.look_up([key], patient=True)
-            entry = (lookup.found or {}).get(key)
+            entry = (lookup.entries or {}).get(key)
             if entry is not None or lookup.claimed_keys is None:
                 return entry
             if self.is_unused(key):
@@ -274,11 +276,11 @@ class Claims:
 
     def give_back(self, keys: Iterable[EntryKey]) -> None:
         """Release claims that no request uses."""
-        unused = [key for key in keys if self.is_unused(key)]
-        for key in unused:
+        unused_keys = [key for key in keys if self.is_unused(key)]
+        for key in unused_keys:
             del self._claims[key]
-        if unused:
-            self.cache.run_later(self.cache.release(unused, self._owner))
+        if unused_keys:
+            self.cache.run_later(self.cache.release(unused_keys, self._owner))
 
     async def _renew_and_release(self) -> None:
         clock = asyncio.get_running_loop().time
@@ -286,10 +288,12 @@ class Claims:
         while self._claims:
             await asyncio.sleep(self._tend_s)
             now_s = clock()
-            over = [key for key, claim in self._claims.items() if (claim.release_s or inf) <= now_s]
-            for key in over:
+            due_keys = [
+                key for key, claim in self._claims.items() if (claim.release_s or inf) <= now_s
+            ]
+            for key in due_keys:
                 del self._claims[key]
-            await self.cache.release(over, self._owner)
+            await self.cache.release(due_keys, self._owner)
             if self._claims and now_s >= renew_s:
                 renew_s = now_s + self._claim_s / 3
                 keys = [*self._claims]

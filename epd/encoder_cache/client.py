@@ -103,10 +103,10 @@ class EncoderCache:
         self._reading = Breaker("reading from the encoder store", warn=_warn, open_s=skip_s)
         self._writing = Breaker("writing to the encoder store", warn=_warn, open_s=skip_s)
         self._namespaces: Mapping[str, str] = {}
-        self._learned: BoundedDict[str, str] = BoundedDict(MAX_LEARNED)
+        self._learned_namespaces: BoundedDict[str, str] = BoundedDict(MAX_LEARNED)
         self._ready = asyncio.Event()
         self._refresh_now = asyncio.Event()
-        self._leased: BoundedDict[EntryKey, float] = BoundedDict(MAX_LEASED)
+        self._lease_ends_s: BoundedDict[EntryKey, float] = BoundedDict(MAX_LEASED)
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
@@ -148,20 +148,20 @@ class EncoderCache:
             return {}
         limit_s = PATIENT_S if patient else self._config.ec_store_budget_s
         infos = await self.call("lookup", lambda store: store.lookup(keys), limit_s)
-        return None if infos is None else self.note_found(infos)
+        return None if infos is None else self.note_entries(infos)
 
-    def note_found(self, infos: Iterable[EntryInfo | bool | None]) -> dict[EntryKey, EntryInfo]:
+    def note_entries(self, infos: Iterable[EntryInfo | bool | None]) -> dict[EntryKey, EntryInfo]:
         """Return the found entries by key, and lease them soon after."""
-        found = {info.key: info for info in infos if isinstance(info, EntryInfo)}
+        entries = {info.key: info for info in infos if isinstance(info, EntryInfo)}
         until_s = asyncio.get_running_loop().time() + self._config.ec_store_lease_s
         short: list[EntryKey] = []
-        for key, info in found.items():
+        for key, info in entries.items():
             self.found_bytes += info.size_bytes
-            if self._leased.get(key, 0.0) < until_s:  # less than `ec_store_lease_s` is left
+            if self._lease_ends_s.get(key, 0.0) < until_s:  # less than `ec_store_lease_s` is left
                 short.append(key)
         if short:
             self.run_later(self.lease(short))
-        return found
+        return entries
 
     async def lease(self, keys: Sequence[EntryKey]) -> None:
         """Protect entries from eviction for a while.
@@ -173,7 +173,7 @@ class EncoderCache:
         infos = await self.call("lease", lambda store: store.lease(keys, lease_s))
         for info in infos or ():
             if info is not None:
-                self._leased[info.key] = until_s
+                self._lease_ends_s[info.key] = until_s
 
     async def stats(self) -> StoreStats | None:
         """Return the metrics of the store; None if it cannot be read.
@@ -200,18 +200,18 @@ class EncoderCache:
             return
         if self._namespaces.get(model, namespace) != namespace:
             self._refresh_now.set()
-        self._learned[model] = namespace
+        self._learned_namespaces[model] = namespace
 
     def namespace(self, model: str | None) -> str | None:
         """Return the store's namespace of a served model; None if unknown."""
         if model is not None:
-            namespace = self._namespaces.get(model) or self._learned.get(model)
+            namespace = self._namespaces.get(model) or self._learned_namespaces.get(model)
             if namespace:
                 return namespace
         # An adapter has the namespace of its model, and vLLM accepts a request without a model. It
         # is unambiguous if there is only one namespace.
-        known = set(self._namespaces.values())
-        return known.pop() if len(known) == 1 else None
+        namespaces = set(self._namespaces.values())
+        return namespaces.pop() if len(namespaces) == 1 else None
 
     async def call(
         self,

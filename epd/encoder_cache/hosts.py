@@ -46,17 +46,17 @@ class HostStores:
         self._config = config
         self._background = background
         self._servers: dict[str, _Server] = {}
-        self._closing: set[asyncio.Task[None]] = set()
+        self._close_tasks: set[asyncio.Task[None]] = set()
         self._ended_operations: Counter[tuple[Operation, Result]] = Counter()
         self._ended_bytes = 0
-        self._logged: BoundedDict[str, str] = BoundedDict(MAX_HOSTS)
+        self._warnings: BoundedDict[str, str] = BoundedDict(MAX_HOSTS)
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self.use_servers(set())
-        await asyncio.gather(*self._closing, return_exceptions=True)
+        await asyncio.gather(*self._close_tasks, return_exceptions=True)
 
     def use_servers(self, addresses: AbstractSet[str]) -> None:
         """Connect to the servers that instances name, and close all other connections."""
@@ -65,13 +65,13 @@ class HostStores:
             cache = server.claims.cache
             self._ended_operations += cache.operations
             self._ended_bytes += cache.found_bytes
-            closing = asyncio.create_task(cache.close())
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
+            task = asyncio.create_task(cache.close())
+            self._close_tasks.add(task)
+            task.add_done_callback(self._close_tasks.discard)
         for address in addresses - self._servers.keys():
             options = self._options_of(address)
             if options is not None and len(self._servers) < MAX_HOSTS:
-                self._servers[address] = self._opened(options)
+                self._servers[address] = self._connect(options)
 
     def claims_at(self, host: Host | None) -> Claims | None:
         """Return the claims at the server of a host.
@@ -85,8 +85,8 @@ class HostStores:
         arena = server.store.arena.hex()
         if arena in {"", host.arena}:
             return server.claims
-        if self._logged.get(host.address) != arena:
-            self._logged[host.address] = arena
+        if self._warnings.get(host.address) != arena:
+            self._warnings[host.address] = arena
             logger.warning(
                 "the server of an instance's host has another memory than the instance",
                 server=host.address,
@@ -111,8 +111,8 @@ class HostStores:
             infos = await claims.cache.call("lookup", lambda _: store.find_here(here), budget_s)
             return None if infos is None else {info.key: info for info in infos if info is not None}
 
-        found = await asyncio.gather(*(find(host) for host in keys))
-        pairs = zip(keys, found, strict=True)
+        results = await asyncio.gather(*(find(host) for host in keys))
+        pairs = zip(keys, results, strict=True)
         return {host.address: entries for host, entries in pairs if entries is not None}
 
     @property
@@ -129,8 +129,8 @@ class HostStores:
     @property
     def found_bytes(self) -> int:
         """Total size of the entries found."""
-        found = [server.claims.cache.found_bytes for server in self._servers.values()]
-        return sum(found, self._ended_bytes)
+        sizes_bytes = [server.claims.cache.found_bytes for server in self._servers.values()]
+        return sum(sizes_bytes, self._ended_bytes)
 
     @property
     def open_circuits(self) -> Mapping[str, bool]:
@@ -141,7 +141,7 @@ class HostStores:
                 states[name] = is_open or states.get(name, False)
         return states
 
-    def _opened(self, options: RemoteOptions) -> _Server:
+    def _connect(self, options: RemoteOptions) -> _Server:
         store = RemoteArenaStore(options)
 
         async def open_store() -> RemoteArenaStore:
@@ -162,13 +162,13 @@ class HostStores:
         except ValueError:
             return None
         if not parts.hostname or (parts.scheme == "shm+tls") is not self._options.secure:
-            if self._logged.get(address) != parts.scheme:
-                self._logged[address] = parts.scheme
-                wanted = "shm+tls" if self._options.secure else "shm+tcp"
+            if self._warnings.get(address) != parts.scheme:
+                self._warnings[address] = parts.scheme
+                scheme = "shm+tls" if self._options.secure else "shm+tcp"
                 logger.warning(
                     "an instance names a server that --ec-store excludes",
                     server=address,
-                    next=f"requests bypass it; --ec-store allows {wanted}:// alone",
+                    next=f"requests bypass it; --ec-store allows {scheme}:// alone",
                 )
             return None
         return self._options.at(parts.hostname, port)

@@ -57,26 +57,26 @@ def output_key(body: Body, item: MMItem) -> OutputKey | None:
     if item.content_key is None:
         return None
     kwargs = {name: body[name] for name in MM_KWARGS if body.get(name)}
-    encoded = dump_json(kwargs, sort_keys=True) if kwargs else b""
+    kwargs_json = dump_json(kwargs, sort_keys=True) if kwargs else b""
     model = body.get("model")
     model = model if isinstance(model, str) else None
-    return OutputKey(model, item.content_key, item.is_named, encoded)
+    return OutputKey(model, item.content_key, item.is_named, kwargs_json)
 
 
 class Identifiers:
     """Store keys of encoder outputs, as far as known."""
 
     def __init__(self) -> None:
-        self._learned: BoundedDict[OutputKey, str] = BoundedDict(MAX_LEARNED)
+        self._identifiers: BoundedDict[OutputKey, str] = BoundedDict(MAX_LEARNED)
         # The prefix that vLLM adds for a LoRA of the encoder (--enable-tower-connector-lora).
         self._prefixes: BoundedDict[str | None, str] = BoundedDict(MAX_LEARNED)
 
     def identifier_of(self, output: OutputKey) -> str | None:
         """Return the store key of an output; None if only an engine can compute it."""
-        known = self._learned.get(output)
-        if known is not None:
-            self._learned.move_to_end(output)
-            return known
+        identifier = self._identifiers.get(output)
+        if identifier is not None:
+            self._identifiers.move_to_end(output)
+            return identifier
         if not output.is_verbatim:
             return None
         return self._prefixes.get(output.model, "") + output.content_key
@@ -85,10 +85,10 @@ class Identifiers:
         if identifier == self.identifier_of(output):
             return
         if output.is_verbatim and identifier.endswith(output.content_key):
-            self._learned.pop(output, None)
+            self._identifiers.pop(output, None)
             self._prefixes[output.model] = identifier.removesuffix(output.content_key)
         else:
-            self._learned[output] = identifier
+            self._identifiers[output] = identifier
 
 
 def content_key(scope: Scope, modality: str, media: Inline) -> str:
@@ -144,5 +144,5 @@ def _digest(scope: Scope, purpose: bytes, *parts: bytes) -> str:
     An HMAC-SHA256 of OpenSSL takes 28 us beside other work, this 5 us.
     """
     whose = b"shared" if scope.tenant is None else b"tenant " + scope.tenant.name.encode()
-    framed = [len(part).to_bytes(8, "big") + part for part in (VERSION, purpose, whose, *parts)]
-    return blake3(b"".join(framed), key=blake3(scope.secret).digest()).hexdigest()
+    frames = [len(part).to_bytes(8, "big") + part for part in (VERSION, purpose, whose, *parts)]
+    return blake3(b"".join(frames), key=blake3(scope.secret).digest()).hexdigest()

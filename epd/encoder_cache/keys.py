@@ -67,13 +67,13 @@ class Keys:
                 paths[item.media_param] = media.path
         if paths:
             await self._check_files(paths, config)
-        keyed = await self._named_items(body, uuids, tenant, config) if uuids else {}
+        with_keys = await self._named_items(body, uuids, tenant, config) if uuids else {}
         scope = config.scope_of(tenant)
         if sum([len(media.base64) for media in inline.values()]) > IN_THREAD:
-            keyed |= await asyncio.to_thread(_content_keys, scope, inline, config)
+            with_keys |= await asyncio.to_thread(_content_keys, scope, inline, config)
         else:
-            keyed |= _content_keys(scope, inline, config)
-        return tuple([keyed.get(item, item) for item in items])
+            with_keys |= _content_keys(scope, inline, config)
+        return tuple([with_keys.get(item, item) for item in items])
 
     async def _check_files(self, paths: Mapping[str, str], config: ConfigFields) -> None:
         """Reject files outside the allowed folder, within a time limit: a file system may hang."""
@@ -133,27 +133,27 @@ class Keys:
             raise no_store("the proxy has no encoder store; set --ec-store")
         scope = config.name_scope_of(tenant)
         names = [name_key(scope, modality, uuid) for modality in {*MODALITY.values()}]
-        known = await self._names.recall_names(model, names)
-        if not known:
+        meanings = await self._names.recall_names(model, names)
+        if not meanings:
             raise UnknownMedia("no media are stored under this uuid", param="uuid")
         alone = config.isolation == "tenant"
-        identifiers = [name.key for name in known.values() if name.own and alone]
-        await self._names.delete_names(model, list(known), identifiers)
+        identifiers = [name.key for name in meanings.values() if name.own and alone]
+        await self._names.delete_names(model, list(meanings), identifiers)
 
     async def _named_items(
         self, body: Body, uuids: Mapping[MMItem, str], tenant: Tenant, config: ConfigFields
     ) -> dict[MMItem, MMItem]:
         scope = config.name_scope_of(tenant)
         names = {item: name_key(scope, item.modality, uuid) for item, uuid in uuids.items()}
-        found: Mapping[str, Name] = {}
+        meanings: Mapping[str, Name] = {}
         if self._names is not None:
-            found = await self._names.recall_names(body.get("model"), list({*names.values()}))
+            meanings = await self._names.recall_names(body.get("model"), list({*names.values()}))
         for item, name in names.items():
-            if name not in found:
+            if name not in meanings:
                 raise UnknownMedia(
                     "no media are stored under this uuid; send them again", param=item.param_path
                 )
-        return {item: item.with_key(found[name].key) for item, name in names.items()}
+        return {item: item.with_key(meanings[name].key) for item, name in names.items()}
 
 
 def _content_keys(
@@ -163,7 +163,7 @@ def _content_keys(
 
     A picture that comes several times is checked once.
     """
-    keyed: dict[MMItem, MMItem] = {}
+    with_keys: dict[MMItem, MMItem] = {}
     pixels: dict[str, int] = {}
     for item, media in inline.items():
         key = content_key(scope, item.modality, media)
@@ -172,5 +172,5 @@ def _content_keys(
                 pixels[key] = check_image(media, max_pixels=config.max_image_pixels)
             except BadRequest as error:
                 raise error.at_param(item.param_path) from None
-        keyed[item] = item.with_key(key, pixels.get(key, 0))
-    return keyed
+        with_keys[item] = item.with_key(key, pixels.get(key, 0))
+    return with_keys

@@ -10,7 +10,7 @@ from ec_store.keys import EntryKey
 from epd.encoder_cache.client import EncoderCache
 from epd.errors import RequestRefused, no_store
 
-NOTHING = memoryview(b"")
+NO_TENSOR = memoryview(b"")
 """The tensor of a name, which is an entry with only metadata."""
 
 MAX_STALE = 65536
@@ -55,7 +55,7 @@ class ClientNames:
         if before == metadata:
             self._stale.pop(key, None)
             return
-        entry = Entry(NOTHING, "F32", (0,), modality, metadata)
+        entry = Entry(NO_TENSOR, "F32", (0,), modality, metadata)
         written: bool | None = None
         try:
             written = await self._cache.call(
@@ -79,20 +79,20 @@ class ClientNames:
             infos = await self._cache.call("get_name", lambda store: store.lookup(keys))
         if infos is None:
             raise no_store("the encoder store did not answer; retry later")
-        known = {info.key: info.metadata for info in infos if info is not None}
-        if known:
-            self._cache.run_later(self._cache.lease(list(known)))
+        metadata_by_key = {info.key: info.metadata for info in infos if info is not None}
+        if metadata_by_key:
+            self._cache.run_later(self._cache.lease(list(metadata_by_key)))
         return {
             key.identifier: Name(str(metadata.get("key")), bool(metadata.get("own")))
-            for key, metadata in known.items()
+            for key, metadata in metadata_by_key.items()
             if key not in self._stale or self._stale[key] not in (None, metadata)
         }
 
     async def drop_name(self, model: str | None, name: str, unless: str | None) -> None:
         """Delete a name, unless it stands for this key. Without an answer, the name is ignored."""
         with suppress(RequestRefused):
-            known = (await self.recall_names(model, [name])).get(name)
-            if known is not None and known.key == unless:
+            meaning = (await self.recall_names(model, [name])).get(name)
+            if meaning is not None and meaning.key == unless:
                 return
         with suppress(RequestRefused):
             await self.delete_names(model, [name])
@@ -108,16 +108,16 @@ class ClientNames:
         keys = self._keys(model, names)
         namespace = self._cache.namespace(model)
         entries = [EntryKey(namespace, identifier) for identifier in identifiers if namespace]
-        deleted: int | None = None
+        count: int | None = None
         try:
-            deleted = await self._cache.call("delete", lambda store: store.delete(keys + entries))
+            count = await self._cache.call("delete", lambda store: store.delete(keys + entries))
         finally:
             for key in keys:
-                if deleted is None:
+                if count is None:
                     self._stale[key] = None
                 else:
                     self._stale.pop(key, None)
-        if deleted is None:
+        if count is None:
             raise no_store("the encoder store did not answer; retry later")
 
     def _keys(self, model: str | None, names: Sequence[str]) -> list[EntryKey]:

@@ -1,18 +1,68 @@
 """Attempt of a request: how it is sent to the instances once. Pure."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from ec_store.entry import EntryInfo
+from ec_store.keys import EntryKey
 from epd.errors import Stage
 from epd.policies.policy import Course
 from epd.request.request import Request
-from epd.routing.instances import Instance
-from epd.transfer.encoded import EncodedItem
+from epd.routing.instances import CONSUMERS, Instance
+from epd.routing.prefix import NO_PREFIX, Prefix
+from epd.routing.reports import Host
+from epd.routing.table import Reservation
+from epd.transfer.encoded import EncodedItem, Prompt
 
-Place = tuple[str | None, str | None]
-"""Where a consumer reads encoder outputs: its namespace in the store, and the address of its host's
-server; None for what is unknown."""
+if TYPE_CHECKING:
+    from epd.encoder_cache.claims import Claim, Claims
+
+NO_PROMPT = Prompt({})
+
+
+class Target(NamedTuple):
+    """Receiver of a request's encoder outputs, as far as it is known before the encode.
+
+    Attributes:
+        first: place at the instance that computes the prompt; None if it is chosen later.
+        pushed: whether instances push outputs to the consumer, and do not store them.
+        namespace: namespace in which the consumer looks up outputs; None if unknown.
+        host: server of the consumer's host, if each host has a memory; None if unknown.
+        fits: predicate of the instances that write where the consumer reads; None: all do.
+        claims: claims in the store that the consumer reads; None without one.
+        host_entries: entries that the memory of that host has; None if it was not asked.
+    """
+
+    first: Reservation | None = None
+    pushed: bool = False
+    namespace: str | None = None
+    host: Host | None = None
+    fits: Callable[[Instance], bool] | None = None
+    claims: "Claims | None" = None
+    host_entries: Mapping[EntryKey, EntryInfo] | None = None
+
+    @property
+    def consumer(self) -> Reservation | None:
+        """The place at that instance, if it reads encoder outputs."""
+        reads = self.first is not None and self.first.instance.role in CONSUMERS
+        return self.first if reads else None
+
+    @property
+    def place(self) -> tuple[str | None, str | None]:
+        """Where it reads outputs: its namespace, and the address of its host's server."""
+        return self.namespace, None if self.host is None else self.host.address
+
+    def reads(self, earlier: "Target") -> bool:
+        """Return whether outputs made for an earlier target are usable.
+
+        Without a consumer, they are usable on any host. A pushed output is usable only once.
+        """
+        if self.pushed:
+            return False
+        if self.consumer is not None:
+            return self.place == earlier.place
+        return self.namespace == earlier.namespace
 
 
 class SendForm(IntEnum):
@@ -32,6 +82,7 @@ class Attempt(NamedTuple):
 
     Attributes:
         request: the client's request, with the keys of its items.
+        consumer_claims: claims of the entries that its consumer makes; one list for all attempts.
         client_decode: the decode instance that the client names; None for any.
         avoided_prefills: prefill instances to which any other is preferred: they were chosen
             before, and may be at fault.
@@ -47,12 +98,13 @@ class Attempt(NamedTuple):
         without_prefill: whether decode does prefill's work.
         encoded_items: an encoder output for each item, from this attempt or an earlier one; None
             before the first encode.
-        place: where the consumer reads for which they were encoded.
-        worth: returns the worth of a consumer by the entries of its host; None: all have the same.
+        target: receiver for which they were encoded.
+        prompt: what prefill and decode are sent; `NO_PROMPT` before the items are encoded.
     """
 
     request: Request
     course: Course
+    consumer_claims: "list[Claim]"
     client_decode: Instance | None = None
     avoided_prefills: tuple[Instance, ...] = ()
     avoided_decodes: tuple[Instance, ...] = ()
@@ -63,19 +115,29 @@ class Attempt(NamedTuple):
     reencode: bool = False
     without_prefill: bool = False
     encoded_items: Sequence[EncodedItem] | None = None
-    place: Place | None = None
-    worth: Callable[[Instance], float] | None = None
+    target: Target = Target()
+    prompt: Prompt = NO_PROMPT
 
-    def tried_prefills(self, chosen: Instance | None) -> tuple[Instance, ...]:
-        """Return the avoided prefill instances, and the one that was chosen."""
-        return self.avoided_prefills if chosen is None else (*self.avoided_prefills, chosen)
+    @property
+    def needs_prefill(self) -> bool:
+        """Whether a prefill instance computes the prompt, and not decode itself."""
+        return self.course.prefill and not self.without_prefill
 
-    def tried_decodes(self, chosen: Instance | None) -> tuple[Instance, ...]:
-        """Return the avoided decode instances, and the one that was chosen."""
-        return self.avoided_decodes if chosen is None else (*self.avoided_decodes, chosen)
+    def prefix(self, balance: str) -> Prefix:
+        """Return the content of the prompt for a choice by it; `NO_PREFIX` for other balances."""
+        return self.prompt.prefix if balance == "content" else NO_PREFIX
+
+    def tried_prefills(self, prefill: Instance | None) -> tuple[Instance, ...]:
+        """Return the avoided prefill instances, and the one of this attempt."""
+        return self.avoided_prefills if prefill is None else (*self.avoided_prefills, prefill)
+
+    def tried_decodes(self, decode: Instance | None) -> tuple[Instance, ...]:
+        """Return the avoided decode instances, and the one of this attempt."""
+        return self.avoided_decodes if decode is None else (*self.avoided_decodes, decode)
 
     @property
     def consumer_identities(self) -> Sequence[str]:
         """Identities of the items that prefill or decode encode themselves."""
-        items = self.encoded_items or ()
-        return [each.item.identity for each in items if each.result == "local"]
+        if self.encoded_items is None:
+            return ()
+        return [each.item.identity for each in self.encoded_items if each.result == "local"]

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from ec_store.bounded import BoundedDict
@@ -11,7 +11,6 @@ from epd.request.attempt import Attempt
 from epd.request.request import Request
 from epd.routing.balance import Choice
 from epd.routing.instances import ANSWERING, Instance, Role
-from epd.routing.prefix import NO_PREFIX, Prefix
 from epd.routing.table import InstanceTable
 from epd.routing.urls import is_allowed, service_url
 
@@ -22,6 +21,9 @@ parsers could read in two ways."""
 
 BY_CONTENT = ("content", "session")
 """Balances that already send related requests to one instance."""
+
+Worth = Callable[[Instance], float]
+"""Returns what an instance saves of a request that it prefills."""
 
 MAX_ITEMS = 65536
 """Upper bound of the items that are remembered."""
@@ -35,8 +37,8 @@ class RecentItems:
 
     def nearest_url(self, identities: Sequence[str]) -> str | None:
         """Return the URL of the instance with the most of these items; None if none is known."""
-        known = [url for name in identities if (url := self._urls.get(name)) is not None]
-        return Counter(known).most_common(1)[0][0] if known else None
+        urls = [url for name in identities if (url := self._urls.get(name)) is not None]
+        return Counter(urls).most_common(1)[0][0] if urls else None
 
     def record(self, identities: Sequence[str], url: str) -> None:
         """Remember that a request with these items goes to an instance."""
@@ -71,14 +73,16 @@ class Choices:
         by_client = attempt.client_decode is not None
         return not by_client and self._decodes.has_untried(attempt.tried_decodes(decode))
 
-    def choose_prefill(self, attempt: Attempt, prefix: Prefix) -> Instance:
+    def choose_prefill(self, attempt: Attempt, worth: Worth | None) -> Instance:
         """Return the prefill instance beside the proxy, or the best one of the table.
+
+        Without `worth`, all instances save the same.
 
         Raises:
             NoInstance: there is none.
         """
         if (url := attempt.course.prefill_url) is None:
-            return self._best("prefill", attempt, prefix, encodes=True)
+            return self._best("prefill", attempt, worth)
         if (local := self._table.find_instance(url, Role.PREFILL)) is not None:
             return local
         raise NoInstance(
@@ -87,21 +91,13 @@ class Choices:
             stage="prefill",
         )
 
-    def choose_decode(
-        self,
-        attempt: Attempt,
-        prefix: Prefix = NO_PREFIX,
-        prefill: Instance | None = None,
-    ) -> Instance:
+    def choose_decode(self, attempt: Attempt, worth: Worth | None = None) -> Instance:
         """Return the decode instance, if possible one that has not been tried.
-
-        `prefix` is the content of the prompt; without a prefill instance, decode computes it.
 
         Raises:
             NoInstance: there is no decode instance.
         """
-        encodes = prefill is None
-        return attempt.client_decode or self._best("decode", attempt, prefix, encodes=encodes)
+        return attempt.client_decode or self._best("decode", attempt, worth)
 
     def client_decode(self, request: Request) -> Instance | None:
         """Return the decode instance that the client's header names; None if it names none.
@@ -122,67 +118,58 @@ class Choices:
                 slug="decode_not_named",
             )
         try:
-            found = self._at(value, request.config.decode_hosts)
+            instance = self._at(value, request.config.decode_hosts)
         except ValueError:
             raise BadRequest(
                 f"{header} must be host:port, or a URL such as http://host:port",
                 slug="invalid_decode",
             ) from None
-        if found is None:
+        if instance is None:
             raise RequestRefused(
                 403,
                 f"{header} names neither a decode instance of this proxy nor a host of "
                 "--decode-hosts",
                 slug="host_not_allowed",
             )
-        return found
+        return instance
 
     def choose_release_instance(
-        self, tried: Sequence[Instance], request: Request
+        self, avoided: Sequence[Instance], request: Request
     ) -> Instance | None:
         """Return an untried instance of the table to release KV blocks; None if there is none."""
-        if not self._decodes.has_untried(tried):
+        if not self._decodes.has_untried(avoided):
             return None
-        return self._decodes.best_instance(tried, balance=request.config.decode_balance)
+        return self._decodes.best_instance(avoided, balance=request.config.decode_balance)
 
     def _best(
-        self,
-        stage: Literal["prefill", "decode"],
-        attempt: Attempt,
-        prefix: Prefix,
-        *,
-        encodes: bool,
+        self, stage: Literal["prefill", "decode"], attempt: Attempt, worth: Worth | None
     ) -> Instance:
         """Return the best instance of the table for a stage, which may encode the items too.
 
         It is preferably that of the previous turn, or else one that has used the same items.
         """
-        request, prefer = attempt.request, None
-        config = request.config
+        request, config = attempt.request, attempt.request.config
         before = None if request.turn is None else request.turn.before
         if stage == "prefill":
-            choice, tried, balance = (
-                self._prefills,
-                attempt.avoided_prefills,
-                config.prefill_balance,
-            )
-            prefer = None if before is None else before.prefill
+            choice, avoided = self._prefills, attempt.avoided_prefills
+            balance, prefer = config.prefill_balance, before.prefill if before else None
         else:
-            choice, tried, balance = self._decodes, attempt.avoided_decodes, config.decode_balance
-            prefer = None if before is None else before.decode
-        attracted = encodes and attempt.course.consumer_encodes and balance not in BY_CONTENT
-        items = [item.identity for item in request.items] if attracted else []
+            choice, avoided = self._decodes, attempt.avoided_decodes
+            balance, prefer = config.decode_balance, before.decode if before else None
+        encodes = stage == "prefill" or not attempt.needs_prefill
+        by_items = encodes and attempt.course.consumer_encodes and balance not in BY_CONTENT
+        items = [item.identity for item in request.items] if by_items else []
         if items:
             prefer = prefer or self._recent.nearest_url(items)
         instance = request.watched.choose_instance(
             stage,
             lambda fits: choice.among(fits).best_instance(
-                tried,
+                avoided,
                 balance=balance,
                 session=request.session,
-                prefix=prefix if balance == "content" else NO_PREFIX,
+                prefix=attempt.prefix(balance),
                 prefer=prefer,
-                worth=attempt.worth if encodes else None,
+                worth=worth,
             ),
         )
         if items:
@@ -196,9 +183,9 @@ class Choices:
             ValueError: `address` is neither.
         """
         url = service_url(address)
-        found = self._table.find_instance(url, *ANSWERING)
-        if found is None and "://" not in address:
-            found = self._table.find_instance(url.replace("http:", "https:", 1), *ANSWERING)
-        if found is None and hosts and CLIENT_URL.fullmatch(url) and is_allowed(url, hosts):
-            found = Instance(Role.DECODE, url)
-        return found
+        instance = self._table.find_instance(url, *ANSWERING)
+        if instance is None and "://" not in address:
+            instance = self._table.find_instance(url.replace("http:", "https:", 1), *ANSWERING)
+        if instance is None and hosts and CLIENT_URL.fullmatch(url) and is_allowed(url, hosts):
+            instance = Instance(Role.DECODE, url)
+        return instance

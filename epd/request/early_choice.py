@@ -15,12 +15,10 @@ from ec_store.keys import EntryKey
 from epd.encoder_cache.claims import Claims
 from epd.encoder_cache.hosts import HostStores
 from epd.encoder_cache.identity import Identifiers, output_key
-from epd.request.attempt import Attempt
-from epd.request.encode_job import Target
-from epd.request.prefill_decode import needs_prefill
+from epd.request.attempt import NO_PROMPT, Attempt, Target
+from epd.request.choices import Worth
 from epd.request.prefix import request_prefix
 from epd.routing.instances import CONSUMERS, Instance, Role
-from epd.routing.prefix import NO_PREFIX, Prefix
 from epd.routing.reports import Host
 from epd.routing.store_access import StoreAccess
 from epd.routing.table import InstanceTable, Reservation
@@ -28,7 +26,7 @@ from epd.routing.table import InstanceTable, Reservation
 REACHED = 0.5
 """Worth of a host for which missing entries can be encoded; less than any entry's."""
 
-Found = Mapping[str, Mapping[EntryKey, EntryInfo]]
+EntriesByHost = Mapping[str, Mapping[EntryKey, EntryInfo]]
 """Stored entries of a request, by the address of the host that has them."""
 
 
@@ -42,7 +40,7 @@ class EarlyChoice:
 
     _table: InstanceTable
     _access: StoreAccess
-    _choose_first: Callable[[Attempt, Prefix], Awaitable[Reservation]]
+    _choose_first: Callable[[Attempt, Worth | None], Awaitable[Reservation]]
     _pushed: bool
     _by_content: bool
     _claims: Claims | None
@@ -54,11 +52,11 @@ class EarlyChoice:
         if first is not None and first.instance.role in CONSUMERS:
             namespace = self._access.namespace_of(first.instance)
         else:
-            known = self._access.of_consumers()
-            namespace = next(iter(known)) if len(known) == 1 else None
+            namespaces = self._access.of_consumers()
+            namespace = next(iter(namespaces)) if len(namespaces) == 1 else None
         shares = partial(self._access.shares_namespace, namespace=namespace)
         fits = None if namespace is None else shares
-        return Target(first, namespace, None, fits, self._claims)
+        return Target(first, self._pushed, namespace, None, fits, self._claims)
 
     async def choose_target(self, attempt: Attempt) -> Target:
         """Return the receiver of the request's outputs, chosen now if it must be.
@@ -66,28 +64,30 @@ class EarlyChoice:
         Raises:
             ProxyError: no instance is available, or the choice failed.
         """
-        encodes, hosts = attempt.course.encode, self._hosts
+        encodes = attempt.course.encode
+        hosts = self._hosts if encodes else None
         differ = encodes and len(self._access.of_consumers()) > 1
-        may_consume = needs_prefill(attempt) or self._table.has(Role.PREFILL_DECODE)
-        by_host = encodes and hosts is not None
-        if not ((self._pushed or differ or by_host) and may_consume):
+        may_consume = attempt.needs_prefill or self._table.has(Role.PREFILL_DECODE)
+        if not ((self._pushed or differ or hosts is not None) and may_consume):
             return self.target()
-        prefix = request_prefix(attempt.request) if self._by_content else NO_PREFIX
-        found: Found = {}
-        if encodes and hosts is not None:
-            # With a single host there is nothing to choose: it is asked later, with its tier.
-            keys = {} if attempt.reencode else self._keys(attempt)
-            found = await hosts.find_here(keys) if len(keys) > 1 else {}
-            attempt = attempt._replace(worth=self.worth(attempt, found))
-        target = self.target(await self._choose_first(attempt, prefix))
-        if hosts is None or target.consumer is None:
+        if self._by_content:
+            prompt = NO_PROMPT._replace(prefix=request_prefix(attempt.request))
+            attempt = attempt._replace(prompt=prompt)
+        if hosts is None:
+            return self.target(await self._choose_first(attempt, None))
+        # With a single host there is nothing to choose: it is asked later, with its tier.
+        keys = {} if attempt.reencode else self._keys(attempt)
+        by_host = await hosts.find_here(keys) if len(keys) > 1 else {}
+        target = self.target(await self._choose_first(attempt, self.worth(attempt, by_host)))
+        if target.consumer is None:
             return target
         host = self._access.host_of(target.consumer.instance)
         fits = partial(self._access.reaches, namespace=target.namespace, host=host)
-        entries = None if host is None else found.get(host.address)
-        return target._replace(host=host, fits=fits, claims=hosts.claims_at(host), found=entries)
+        claims = hosts.claims_at(host)
+        entries = None if host is None else by_host.get(host.address)
+        return target._replace(host=host, fits=fits, claims=claims, host_entries=entries)
 
-    def worth(self, attempt: Attempt, found: Found) -> Callable[[Instance], float] | None:
+    def worth(self, attempt: Attempt, by_host: EntriesByHost) -> Worth | None:
         """Return the worth of a consumer: the bytes of the entries that its host has.
 
         They are worth nothing where the other items cannot be encoded: the consumer then gets all
@@ -101,7 +101,7 @@ class EarlyChoice:
         for host in consumers:
             if host is not None:
                 reached = any(each is not None and each.reaches(host) for each in encoders)
-                entries = found.get(host.address, {})
+                entries = by_host.get(host.address, {})
                 # One key may be that of several items: too small a number only doubts a whole host.
                 counts = reached or len(entries) >= items
                 total = sum(info.size_bytes for info in entries.values()) if counts else 0
@@ -121,8 +121,8 @@ class EarlyChoice:
         """Return the keys of a request's entries on the host of each consumer."""
         body = attempt.request.body
         outputs = [output_key(body, item) for item in attempt.request.items]
-        known = [self._identifiers.identifier_of(output) for output in outputs if output]
-        identifiers = [*dict.fromkeys(identifier for identifier in known if identifier)]
+        names = [self._identifiers.identifier_of(output) for output in outputs if output]
+        identifiers = [*dict.fromkeys(filter(None, names))]
         hosts: dict[str, Host] = {}
         namespaces: dict[Host, set[str]] = {}
         for candidate in self._table.usable_candidates(*CONSUMERS):
@@ -133,6 +133,6 @@ class EarlyChoice:
             namespace = candidate.load.namespace
             namespaces.setdefault(host, set()).update({namespace} if namespace else ())
         return {
-            host: [EntryKey(name, known) for name in sorted(names) for known in identifiers]
+            host: [EntryKey(name, each) for name in sorted(names) for each in identifiers]
             for host, names in namespaces.items()
         }

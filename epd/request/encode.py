@@ -24,7 +24,7 @@ from ec_store.entry import EntryInfo
 from ec_store.keys import EntryKey
 from epd.aio import Flights, gather_first
 from epd.api.items import MMItem, feature_count
-from epd.encoder_cache.claims import Claim, Waited
+from epd.encoder_cache.claims import WaitResult
 from epd.encoder_cache.identity import Identifiers, OutputKey, output_key
 from epd.errors import (
     NoInstance,
@@ -36,8 +36,13 @@ from epd.errors import (
     no_store,
 )
 from epd.request.attempt import Attempt
-from epd.request.encode_job import EncodeJob, MissingItem, Target
-from epd.request.encode_retries import MAX_ENCODES, EncodeFailure, encode_delay_s
+from epd.request.encode_job import EncodeJob, MissingItem
+from epd.request.encode_retries import (
+    FETCH_AGAIN_S,
+    MAX_ENCODES,
+    EncodeFailure,
+    encode_delay_s,
+)
 from epd.request.item_tokens import predict_tokens
 from epd.request.placement import AT_CONSUMER, OVERLOADED, Placement
 from epd.request.stages import Stages
@@ -76,41 +81,39 @@ class Encoder:
     _identifiers: Identifiers
     _flights: Flights[Hashable, "tuple[EncodedItem, Span | None]"] = field(default_factory=Flights)
     _retries: Retries = field(default_factory=Retries)
+    _fetch_again_s: float = FETCH_AGAIN_S
 
-    async def encode(
-        self, attempt: Attempt, target: Target, consumer_claims: list[Claim]
-    ) -> list[EncodedItem]:
+    async def encode(self, attempt: Attempt) -> list[EncodedItem]:
         """Return the source and the known facts of each item's output; encode missing ones.
 
         At most `AT_ONCE` encodes of one request run in parallel, and all of them end within
         `--encode-timeout-s`. All items go to their consumer with their media if the policies or
         the endpoint have no encode stage, or if no consumer can receive pushed outputs.
 
-        The claims of the entries that the request's consumer will encode are added to
-        `consumer_claims`.
+        The claims of the entries that the request's consumer will make are added to those of the
+        attempt.
 
         Raises:
             ProxyError: an item failed; encodes of the others that no request shares are cancelled.
         """
-        request, course, pushed = attempt.request, attempt.course, self._transfer.pushed
-        job, record = EncodeJob(request, course, target, pushed, attempt.reencode), request.record
-        no_receiver = pushed and target.consumer is None
+        request, course, target = attempt.request, attempt.course, attempt.target
+        job, record = EncodeJob(attempt), request.record
+        no_receiver = target.pushed and target.consumer is None
         if no_receiver or not (course.encode and request.endpoint.encodes):
-            return [_left(MissingItem(item)) for item in request.items]
+            return [_consumer_item(item) for item in request.items]
         record.begin_encode()
-        outputs, missing, claimed_keys = await self._look_up(job)
+        outputs, missing_items, claimed_keys = await self._look_up(job)
         try:
             record.wait_for("encode")
-            if missing and course.consumer_encodes and job.has_all_media:
-                outputs |= await self._leave_items(job, missing, consumer_claims)
-            elif missing:
-                placed = self._place_items(job, missing, outputs.values())
-                if len(placed) > 1:
-                    made = await gather_first(partial(self._encode_item, job), placed, AT_ONCE)
+            if missing_items and course.consumer_encodes and job.has_all_media:
+                outputs |= await self._leave_items(job, missing_items)
+            elif missing_items:
+                items = self._place_items(job, missing_items, outputs.values())
+                if len(items) > 1:
+                    results = await gather_first(partial(self._encode_item, job), items, AT_ONCE)
                 else:
-                    made = [await self._encode_item(job, placed[0])]
-                for encoded_item in made:
-                    outputs[encoded_item.item] = encoded_item
+                    results = [await self._encode_item(job, items[0])]
+                outputs |= {each.item: each for each in results}
         finally:
             if target.claims is not None:
                 target.claims.give_back(claimed_keys)
@@ -130,108 +133,114 @@ class Encoder:
         Raises:
             RequestRefused: 503, the store did not answer, and an item has no media.
         """
-        items, (claims, known) = self._keyed(job), (job.target.claims, job.target.found)
+        items, request, target = self._keyed_items(job), job.attempt.request, job.attempt.target
+        claims = target.claims
         keys = [*dict.fromkeys([each.entry_key for each in items if each.entry_key is not None])]
         if claims is None or not keys:
             return {}, items, ()
-        with job.request.record.time_stage("store", "lookup"):
-            lookup = await claims.look_up(keys, patient=not job.has_all_media, known=known)
-        if lookup.found is None and not job.has_all_media:
+        with request.record.time_stage("store", "lookup"):
+            lookup = await claims.look_up(
+                keys, patient=not job.has_all_media, host_entries=target.host_entries
+            )
+        if lookup.entries is None and not job.has_all_media:
             raise no_store("the encoder store did not answer; retry later, or send the media")
-        found, hits, missing = lookup.found or {}, dict[MMItem, EncodedItem](), []
+        entries, hits, missing_items = lookup.entries or {}, dict[MMItem, EncodedItem](), []
         for each in items:
-            info = None if each.entry_key is None else found.get(each.entry_key)
+            info = None if each.entry_key is None else entries.get(each.entry_key)
             if (hit := _hit(each.item, info)) is not None:
                 hits[each.item] = hit
             else:
-                missing.append(
+                missing_items.append(
                     each if lookup.claimed_keys is not None else each._replace(entry_key=None)
                 )
-        return hits, missing, lookup.claimed_keys or ()
+        return hits, missing_items, lookup.claimed_keys or ()
 
-    def _keyed(self, job: EncodeJob) -> list[MissingItem]:
+    def _keyed_items(self, job: EncodeJob) -> list[MissingItem]:
         """Return the items with their keys; without that of an entry that is not looked up."""
-        body, claims, namespace = job.request.body, job.target.claims, None
-        if claims is not None:
-            namespace = job.target.namespace or claims.cache.namespace(body.get("model"))
-        keyed: list[MissingItem] = []
-        for item in job.request.items:
+        attempt, namespace = job.attempt, None
+        body, target = attempt.request.body, attempt.target
+        if target.claims is not None:
+            namespace = target.namespace or target.claims.cache.namespace(body.get("model"))
+        items: list[MissingItem] = []
+        for item in attempt.request.items:
             key, entry_key = output_key(body, item), None
-            is_skipped = job.reencode and item.has_media
+            is_skipped = attempt.reencode and item.has_media
             if namespace is not None and key is not None and not is_skipped:
                 identifier = self._identifiers.identifier_of(key)
                 entry_key = EntryKey(namespace, identifier) if identifier else None
-            keyed.append(MissingItem(item, key, entry_key))
-        return keyed
+            items.append(MissingItem(item, key, entry_key))
+        return items
 
     async def _leave_items(
-        self, job: EncodeJob, missing: Sequence[MissingItem], consumer_claims: list[Claim]
+        self, job: EncodeJob, missing_items: Sequence[MissingItem]
     ) -> dict[MMItem, EncodedItem]:
         """Leave the missing items to the consumer, or wait for other requests' consumers.
 
         A request waits only if its own consumer has to encode none of its items: otherwise it is
         sent with all its media anyway, and two requests must not wait for each other.
         """
-        record, claims = job.request.record, job.target.claims
+        attempt, claims = job.attempt, job.attempt.target.claims
+        record, consumer_claims = attempt.request.record, attempt.consumer_claims
         clock = asyncio.get_running_loop().time
         waits, until_s = False, 0.0
         if claims is not None and self._access.consumers_share():
-            keys = [each.entry_key for each in missing]
-            shared = [key for key in keys if key is not None and not claims.is_late(key)]
-            unused = [claim for key in shared if (claim := claims.use(key)) is not None]
-            consumer_claims += unused
-            waits = not unused and len(shared) == len(keys)
+            keys = [each.entry_key for each in missing_items]
+            wait_keys = [key for key in keys if key is not None and not claims.is_late(key)]
+            own_claims = [claim for key in wait_keys if (claim := claims.use(key)) is not None]
+            consumer_claims.extend(own_claims)
+            waits = not own_claims and len(wait_keys) == len(keys)
             # Half of the time is left for items that must be encoded by a request of their own.
             until_s = clock() + min(claims.consumer_wait_s, job.left_s / 2)
-        hits, left = dict[MMItem, EncodedItem](), list[MissingItem]()
-        for each in missing:
-            waited = await self._wait(job, each, until_s - clock()) if waits else Waited()
-            if waited.claim is not None:
-                consumer_claims.append(waited.claim)
-            if (hit := _hit(each.item, waited.entry)) is not None:
-                hits[each.item] = hit
+        outputs, local = dict[MMItem, EncodedItem](), 0
+        for each in missing_items:
+            result = await self._wait(job, each, until_s - clock()) if waits else WaitResult()
+            if result.claim is not None:
+                consumer_claims.append(result.claim)
+            if (hit := _hit(each.item, result.entry)) is not None:
+                outputs[each.item] = hit
                 record.add_wait()
             else:
                 waits = False
-                left.append(each._replace(tokens=predict_tokens(each.item)))
-        if left:
-            record.add_placements([AT_CONSUMER.labels] * len(left))
-        return hits | {each.item: _left(each) for each in left}
+                local += 1
+                outputs[each.item] = _consumer_item(each.item, predict_tokens(each.item))
+        if local:
+            record.add_placements([AT_CONSUMER.labels] * local)
+        return outputs
 
     def _place_items(
-        self, job: EncodeJob, missing: Sequence[MissingItem], hits: Iterable[EncodedItem]
+        self, job: EncodeJob, missing_items: Sequence[MissingItem], hits: Iterable[EncodedItem]
     ) -> Sequence[MissingItem]:
         """Return the missing items with their places.
 
         Raises:
             UnknownMedia: one of them has no media.
         """
-        record, under_way = job.request.record, self._is_under_way
+        record, under_way = job.attempt.request.record, self._is_under_way
         items = [
             each._replace(tokens=predict_tokens(each.item), under_way=under_way(job, each))
-            for each in missing
+            for each in missing_items
         ]
-        placed = self._placement.place_items(job, items, hits)
-        if places := [each.place for each in placed if each.place is not None]:
+        placed_items = self._placement.place_items(job, items, hits)
+        if places := [each.place for each in placed_items if each.place is not None]:
             record.add_placements([place.labels for place in places])
             if OVERLOADED in places:
                 record.add_degraded("encode-local")
-        for each in placed:
+        for each in placed_items:
             if not (each.at_consumer or each.item.has_media):
                 raise UnknownMedia(
                     "no media are stored under this uuid; send them again",
                     param=each.item.param_path,
                 )
-        return placed
+        return placed_items
 
-    def _is_under_way(self, job: EncodeJob, missing: MissingItem) -> bool:
+    def _is_under_way(self, job: EncodeJob, missing_item: MissingItem) -> bool:
         """Return whether another request or another proxy is making an item's output."""
-        if (missing.output_key, job.sharing) in self._flights:
+        if (missing_item.output_key, job.sharing) in self._flights:
             return True
-        claims, key = job.target.claims, missing.entry_key
+        claims, key = job.attempt.target.claims, missing_item.entry_key
         return claims is not None and key is not None and not claims.is_unused(key)
 
-    async def _encode_item(self, job: EncodeJob, missing: MissingItem) -> EncodedItem:
+    async def _encode_item(self, job: EncodeJob, missing_item: MissingItem) -> EncodedItem:
         """Return an item after its encode, or leave it to prefill or decode if its place is there.
 
         Requests that need an output at the same time share its encode. Two kinds of output are not
@@ -240,47 +249,49 @@ class Encoder:
         Raises:
             ProxyError: the encode failed, and prefill or decode may not encode the item either.
         """
-        item, record, key = missing.item, job.request.record, missing.output_key
-        if missing.at_consumer:
-            return _left(missing)
+        attempt, item, key = job.attempt, missing_item.item, missing_item.output_key
+        record = attempt.request.record
+        if missing_item.at_consumer:
+            return _consumer_item(item, missing_item.tokens)
         try:
-            if key is None or job.pushed:
-                return EncodedItem(item, await self._try_instances(job, missing), "encoded")
+            if key is None or attempt.target.pushed:
+                return EncodedItem(item, await self._try_instances(job, missing_item), "encoded")
             flight = key, job.sharing
-            work = partial(self._encode_once, job, missing, key)
+            work = partial(self._encode_once, job, missing_item, key)
             for may_repeat in (True, False):
                 joins = flight in self._flights
                 try:
-                    with record.wait_span(item) if joins else nullcontext() as waiting:
-                        made, span = await self._flights.join(flight, work)
-                        if waiting is not None and span is not None:
-                            waiting.link(span)
+                    with record.wait_span(item) if joins else nullcontext() as wait_span:
+                        encoded_item, encode_span = await self._flights.join(flight, work)
+                        if wait_span is not None and encode_span is not None:
+                            wait_span.link(encode_span)
                     break
                 except ProxyError:
                     if not (joins and may_repeat):  # another request had begun the encode
                         raise
         except ProxyError as failure:
-            return self._fall_back(job, missing, failure)
-        if made.item is not item:  # the result of another request
-            made = EncodedItem(item, made.facts, "hit")
-        if made.result == "hit":
+            return self._fall_back(job, missing_item, failure)
+        if encoded_item.item is not item:  # the result of another request
+            encoded_item = EncodedItem(item, encoded_item.facts, "hit")
+        if encoded_item.result == "hit":
             record.add_wait()
-        return made
+        return encoded_item
 
     async def _encode_once(
-        self, job: EncodeJob, missing: MissingItem, key: OutputKey
+        self, job: EncodeJob, missing_item: MissingItem, key: OutputKey
     ) -> "tuple[EncodedItem, Span | None]":
         """Return an item after its encode, or after that of another proxy on the store.
 
         The second value is the span of the request to an encode instance, if it is traced.
         """
-        item, trace, claims = missing.item, job.request.record.span, job.target.claims
+        item, trace = missing_item.item, job.attempt.request.record.span
+        claims = job.attempt.target.claims
         # Half of the time is left for an encode of this proxy.
-        waited = await self._wait(job, missing, job.left_s / 2)
-        if (hit := _hit(item, waited.entry)) is not None:
+        result = await self._wait(job, missing_item, job.left_s / 2)
+        if (hit := _hit(item, result.entry)) is not None:
             return hit, None
-        with waited.claim or nullcontext() as claim:
-            facts = await self._try_instances(job, missing)
+        with result.claim or nullcontext() as claim:
+            facts = await self._try_instances(job, missing_item)
             if claim is not None:
                 claim.end(entry_coming=facts.identifier is not None)
         if claims is not None and facts.namespace is not None:
@@ -290,25 +301,25 @@ class Encoder:
         span = None if trace is None else trace.latest_child("encode", item)
         return EncodedItem(item, facts, "encoded"), span
 
-    async def _wait(self, job: EncodeJob, missing: MissingItem, limit_s: float) -> Waited:
+    async def _wait(self, job: EncodeJob, missing_item: MissingItem, limit_s: float) -> WaitResult:
         """Wait for the entry of an item, unless this request can use its claim to make it."""
-        claims, key = job.target.claims, missing.entry_key
+        claims, key = job.attempt.target.claims, missing_item.entry_key
         if claims is None or key is None:
-            return Waited()
+            return WaitResult()
         if (claim := claims.use(key)) is not None:
-            return Waited(claim=claim)
-        with job.request.record.wait_span(missing.item):
+            return WaitResult(claim=claim)
+        with job.attempt.request.record.wait_span(missing_item.item):
             return await claims.wait(key, limit_s)
 
-    async def _try_instances(self, job: EncodeJob, missing: MissingItem) -> OutputFacts:
+    async def _try_instances(self, job: EncodeJob, missing_item: MissingItem) -> OutputFacts:
         """Return the output of an item from an encode instance, or from the next after a failure.
 
         Raises:
             UpstreamTimeout: the deadline of the request's encode stage has passed.
             ProxyError: all tries failed, or the item itself is invalid.
         """
-        item, request, candidates = missing.item, job.request, self._candidates(job)
-        host = job.target.host
+        item, request, candidates = missing_item.item, job.attempt.request, self._candidates(job)
+        host = job.attempt.target.host
         worth = None if host is None else partial(self._access.is_at, host=host)
         tried: list[Instance] = []
         server_errors = 0
@@ -324,12 +335,12 @@ class Encoder:
                 try:
                     instance = request.watched.choose_instance(
                         "encode",
-                        lambda pinned: candidates.among(pinned).best_instance(
+                        lambda fits: candidates.among(fits).best_instance(
                             tried,
                             balance=request.config.encode_balance,
                             item=item.identity,
                             session=request.session,
-                            prefer=missing.first_url,
+                            prefer=missing_item.first_url,
                             worth=worth,
                         ),
                     )
@@ -344,7 +355,7 @@ class Encoder:
                         and candidates.has_untried_usable(tried)
                     )
                     timeout_s = job.left_s / 2 if may_follow else job.left_s
-                    return await self._send(job, missing, instance, timeout_s)
+                    return await self._send(job, missing_item, instance, timeout_s)
                 except ProxyError as error:
                     server_errors += error.engine_failed
                     failure = EncodeFailure(
@@ -355,6 +366,7 @@ class Encoder:
                         others=request.watched.pins is None and candidates.has_untried(tried),
                         falls_back=job.may_leave,
                         patience_s=job.left_s,
+                        fetch_again_s=self._fetch_again_s,
                     )
                     delay_s = None if request.is_spent else encode_delay_s(failure)
                     if delay_s is None or not job.retries:
@@ -368,45 +380,45 @@ class Encoder:
         If there are no encode instances, consumers that write to the store get encode requests for
         items that must not be sent with their media.
         """
-        access, fits = self._access, job.target.fits
+        access, fits = self._access, job.attempt.target.fits
         if self._table.has(Role.ENCODE) or not access.any_consumer_writes():
             return self._choice.among(fits)
         return self._consumers.among(access.writes).among(fits)
 
     async def _send(
-        self, job: EncodeJob, missing: MissingItem, instance: Instance, timeout_s: float
+        self, job: EncodeJob, missing_item: MissingItem, instance: Instance, timeout_s: float
     ) -> OutputFacts:
         """Return the output of an item from one request to an instance.
 
         Raises:
             ProxyError: the instance failed, or rejected the item; or instances have died of it.
         """
-        item, request, body = missing.item, job.request, job.request.body
+        item, request, target = missing_item.item, job.attempt.request, job.attempt.target
+        body = request.body
         self._fatal.check(request.watched, [item.identity])
         # New for each request: an instance that failed may still push its output later.
-        params = self._transfer.encode_params(job.target.consumer, feature_count(body, item))
-        using = self._table.track_request(instance, work=Work(0, missing.tokens))
+        params = self._transfer.encode_params(target.consumer, feature_count(body, item))
+        in_flight = self._table.track_request(instance, work=Work(0, missing_item.tokens))
         try:
-            with using:
-                replied = await self._stages.encode(
-                    instance, body, item, params, request, timeout_s
-                )
-                output = self._transfer.output_facts(replied, params)
+            with in_flight:
+                reply = await self._stages.encode(instance, body, item, params, request, timeout_s)
+                output = self._transfer.output_facts(reply, params)
         except UpstreamFailed as failure:
-            request.doubts.add(failure, using, item)
-            blamed = (item.identity,)
-            error = self._fatal.count_death(failure, instance, request.watched, blamed)
+            request.doubts.add(failure, in_flight, item)
+            watched = request.watched
+            error = self._fatal.count_death(failure, instance, watched, (item.identity,))
             raise error from failure.__cause__
         request.doubts.settle(instance, item)
         self._fatal.record_survival(request.watched, (item.identity,), body=False)
         if output.namespace is not None:
             self._access.record_namespace(instance, output.namespace)
         # The consumer cannot find an output that is written to another namespace.
-        namespace = job.target.namespace
-        findable = namespace is None or output.namespace in {None, namespace}
+        findable = target.namespace is None or output.namespace in {None, target.namespace}
         return output if findable else OutputFacts()
 
-    def _fall_back(self, job: EncodeJob, missing: MissingItem, failure: ProxyError) -> EncodedItem:
+    def _fall_back(
+        self, job: EncodeJob, missing_item: MissingItem, failure: ProxyError
+    ) -> EncodedItem:
         """Return an item that prefill or decode encodes after a failure.
 
         Raises:
@@ -418,16 +430,16 @@ class Encoder:
         if failed and not self._table.any_serving(*self._candidates(job).roles):
             error = NoInstance("no encode instance is reachable", slug="no_encoder", stage="encode")
             error.__cause__ = failure.__cause__ or failure
-        request = job.request
+        request = job.attempt.request
         if request.is_spent or not (error.retryable and job.may_leave):
-            raise error.at_param(missing.item.param_path) from error.__cause__
+            raise error.at_param(missing_item.item.param_path) from error.__cause__
         request.record.add_degraded("encode-local")
-        return _left(missing)
+        return _consumer_item(missing_item.item, missing_item.tokens)
 
 
-def _left(missing: MissingItem) -> EncodedItem:
+def _consumer_item(item: MMItem, tokens: int = 0) -> EncodedItem:
     """Return an item that prefill or decode encodes."""
-    return EncodedItem(missing.item, OutputFacts(), "local", missing.tokens)
+    return EncodedItem(item, OutputFacts(), "local", tokens)
 
 
 def _hit(item: MMItem, info: EntryInfo | None) -> EncodedItem | None:

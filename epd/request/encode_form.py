@@ -57,14 +57,14 @@ class EncodeForms:
         if has_system_message(body):
             self._learn_refusal(instance, SYSTEM_MESSAGE)
 
-    def _has_refused(self, instance: Instance, refused: str) -> bool:
+    def _has_refused(self, instance: Instance, model: str) -> bool:
         """Return whether an instance has refused this model, or a missing `SYSTEM_MESSAGE`."""
         now_s = asyncio.get_running_loop().time()
-        return now_s < self._refused_until_s.get((instance.url, refused), 0.0)
+        return now_s < self._refused_until_s.get((instance.url, model), 0.0)
 
-    def _learn_refusal(self, instance: Instance, refused: str) -> None:
+    def _learn_refusal(self, instance: Instance, model: str) -> None:
         until_s = asyncio.get_running_loop().time() + LEARNED_S
-        self._refused_until_s[instance.url, refused] = until_s
+        self._refused_until_s[instance.url, model] = until_s
 
 
 def _model(body: Body) -> str:

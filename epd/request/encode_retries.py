@@ -32,6 +32,7 @@ class EncodeFailure(NamedTuple):
         others: whether there is an instance that has not had the item.
         falls_back: whether prefill or decode may encode it (`--on-encode-failure local`).
         patience_s: longest `Retry-After` of an instance for which the proxy waits.
+        fetch_again_s: time within which a failed fetch is retried, in seconds.
     """
 
     error: ProxyError
@@ -41,6 +42,7 @@ class EncodeFailure(NamedTuple):
     others: bool
     falls_back: bool
     patience_s: float
+    fetch_again_s: float = FETCH_AGAIN_S
 
 
 class EncodeRule(NamedTuple):
@@ -57,7 +59,9 @@ ENCODE_RULES: Sequence[EncodeRule] = (
         "the instance could not fetch the item's URL",
         f"one more instance if the fetch failed within {FETCH_AGAIN_S:.0f} s, else the error",
         lambda failure: isinstance(failure.error, MediaFetchFailed),
-        lambda failure: 0.0 if failure.tries == 1 and failure.elapsed_s < FETCH_AGAIN_S else None,
+        lambda failure: (
+            0.0 if failure.tries == 1 and failure.elapsed_s < failure.fetch_again_s else None
+        ),
     ),
     EncodeRule(
         "the only instance died while it had the item",

@@ -13,7 +13,7 @@ from epd.transfer import Params
 from epd.transfer.kv import KVTransfer, Prefilled
 from epd.upstream import Upstream
 
-KNOWN_S = 10.0
+FACTS_TTL_S = 10.0
 """Lifetime of a fact, in seconds. No replacement of an instance becomes ready faster."""
 
 Member = tuple[Instance, int | None]
@@ -22,7 +22,7 @@ Member = tuple[Instance, int | None]
 
 @dataclass(slots=True, eq=False)
 class PeerRegistry:
-    """KV connector facts of instances, kept for `_known_s` and dropped after a failure.
+    """KV connector facts of instances, kept for `_ttl_s` and dropped after a failure.
 
     They are queried, or learned from replies. Belongs to one event loop.
     """
@@ -31,8 +31,8 @@ class PeerRegistry:
     _transfer: KVTransfer
     _upstream: Upstream
     _config: LimitSettings
-    _known_s: float = KNOWN_S
-    _known: dict[Member, tuple[Params, float]] = field(default_factory=dict)
+    _ttl_s: float = FACTS_TTL_S
+    _facts: dict[Member, tuple[Params, float]] = field(default_factory=dict)
     _flights: Flights[Member, Params] = field(default_factory=Flights)
 
     async def params_for(self, prefill: Instance, rank: int | None) -> Params | None:
@@ -45,9 +45,9 @@ class PeerRegistry:
             ProxyError: the connector did not answer the query.
         """
         member = prefill, rank
-        known, until_s = self._known.get(member, (None, 0.0))
+        facts, until_s = self._facts.get(member, (None, 0.0))
         if time.monotonic() < until_s:
-            return known
+            return facts
         if (url := self._transfer.peer_url(prefill)) is None:
             return None
         return await self._flights.join(member, lambda: self._ask(member, url))
@@ -55,12 +55,12 @@ class PeerRegistry:
     def learn_facts(self, prefilled: Prefilled) -> None:
         """Keep the facts in a prefill's reply."""
         handover = prefilled.handover
-        if (learned := self._transfer.facts_of_reply(handover, prefilled.reply)) is not None:
-            self._remember((handover.prefill, handover.prefill_rank), learned)
+        if (facts := self._transfer.facts_of_reply(handover, prefilled.reply)) is not None:
+            self._remember((handover.prefill, handover.prefill_rank), facts)
 
     def forget_instance(self, instance: Instance) -> None:
         """Drop the facts of all ranks of an instance, which may have been replaced."""
-        self._known = {rank: known for rank, known in self._known.items() if rank[0] != instance}
+        self._facts = {rank: facts for rank, facts in self._facts.items() if rank[0] != instance}
 
     async def _ask(self, member: Member, url: str) -> Params:
         try:
@@ -79,6 +79,6 @@ class PeerRegistry:
 
     def _remember(self, member: Member, peer: Params) -> None:
         now_s = time.monotonic()
-        if member not in self._known:  # drop expired entries of instances that left
-            self._known = {rank: known for rank, known in self._known.items() if now_s < known[1]}
-        self._known[member] = peer, now_s + self._known_s
+        if member not in self._facts:  # drop expired entries of instances that left
+            self._facts = {rank: facts for rank, facts in self._facts.items() if now_s < facts[1]}
+        self._facts[member] = peer, now_s + self._ttl_s

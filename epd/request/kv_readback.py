@@ -21,7 +21,6 @@ from epd.routing.health import HealthState
 from epd.routing.instances import ANSWERING, Instance
 from epd.routing.table import InstanceTable
 from epd.transfer import Params
-from epd.transfer.encoded import Prompt
 from epd.transfer.kv import Handover, KVTransfer
 from epd.transfer.nixl import engine_of, shorten_params
 
@@ -74,7 +73,7 @@ class Readbacks:
     _stages: Stages
     _transfer: KVTransfer
     _conversations: Conversations
-    _rests: Cooldowns = field(default_factory=Cooldowns)
+    _cooldowns: Cooldowns = field(default_factory=Cooldowns)
 
     async def begin_turn(self, turn: Turn) -> None:
         """Look up the previous turn, right before the choice of the instance that continues it.
@@ -86,7 +85,7 @@ class Readbacks:
         await self._conversations.begin_turn(turn, usable)
 
     async def previous_params(
-        self, turn: Turn, attempt: Attempt, prompt: Prompt, prefill: Instance
+        self, turn: Turn, attempt: Attempt, prefill: Instance
     ) -> Params | None:
         """Return `kv_transfer_params` of the previous turn; None if this prefill can use none.
 
@@ -98,10 +97,10 @@ class Readbacks:
             return None
         if (blocks := before.blocks) is None:
             return None
-        if not self._rests.may_read(prefill.url, blocks.engine):
+        if not self._cooldowns.may_read(prefill.url, blocks.engine):
             self._conversations.results["rested"] += 1
             return None
-        params, question = None, prompt_of(prompt.body, request.endpoint.tokenized)
+        params, question = None, prompt_of(attempt.prompt.body, request.endpoint.tokenized)
         basis = _basis(question, attempt)
         if question is not None and basis and basis.may_continue(blocks.basis):
             params = await self._params(blocks, question, before.decode, prefill, request)
@@ -110,26 +109,20 @@ class Readbacks:
         return params
 
     def answered_turn(
-        self,
-        attempt: Attempt,
-        prompt: Prompt,
-        decode: Instance,
-        handover: Handover | None,
-    ) -> AnsweredTurn | None:
-        """Return the turn of a request to decode; None outside a conversation.
+        self, turn: Turn, attempt: Attempt, decode: Instance, handover: Handover | None
+    ) -> AnsweredTurn:
+        """Return the turn of a request to decode.
 
         Fields of the answer are extracted if decode continues an ended prefill of tokens.
         """
-        request = attempt.request
-        if (turn := request.turn) is None:
-            return None
+        body, tokenized = attempt.prompt.body, attempt.request.endpoint.tokenized
         prefill, basis, capture = None, None, None
         if handover is not None:
             prefill = handover.prefill.url
-            if not handover.concurrent and request.endpoint.tokenized:
-                capture = ReplyCapture(cut_tokens=not prompt.body.get("return_token_ids"))
-            if capture is not None and self._transfer.bidirectional:
-                basis = _basis(prompt_of(prompt.body, request.endpoint.tokenized), attempt)
+            if tokenized and not handover.concurrent:
+                capture = ReplyCapture(cut_tokens=not body.get("return_token_ids"))
+                if self._transfer.bidirectional:
+                    basis = _basis(prompt_of(body, tokenized), attempt)
         return AnsweredTurn(turn.key, decode.url, prefill, basis, capture)
 
     def record_result(self, handover: Handover, error: ProxyError | None = None) -> None:
@@ -139,7 +132,7 @@ class Readbacks:
             return  # it has read them, or never tried to
         prefill, engine = handover.prefill, engine_of(handover.earlier)
         hung = isinstance(error, UpstreamTimeout)
-        if hung and self._rests.may_read(prefill.url, engine):
+        if hung and self._cooldowns.may_read(prefill.url, engine):
             logger.warning(
                 "a prefill instance waited for KV blocks in vain and reads none for a while",
                 instance=prefill.url,
@@ -149,7 +142,7 @@ class Readbacks:
                     handover.earlier
                 ),
             )
-        self._rests.begin(prefill.url, engine, hung=hung)
+        self._cooldowns.begin(prefill.url, engine, hung=hung)
 
     async def _params(
         self,
@@ -164,22 +157,18 @@ class Readbacks:
             tokens = question.tokens or await self._stages.prompt_tokens(
                 prefill, question.question, request
             )
-            shared = blocks.tokens.shared_prefix_len(tokens, self._conversations.token_key)
-            if shared < LEAST:
+            shared_tokens = blocks.tokens.shared_prefix_len(tokens, self._conversations.token_key)
+            if shared_tokens < LEAST:
                 return None
-            if shared >= blocks.params["remote_num_tokens"]:
+            if shared_tokens >= blocks.params["remote_num_tokens"]:
                 return blocks.params
         except UpstreamDied:
             raise
         except (ProxyError, ValueError):
             return None
-        size = self._block_tokens(decode)
-        return shorten_params(blocks.params, shared, size) if size else None
-
-    def _block_tokens(self, decode: str) -> int:
-        """Return the tokens per block of a decode instance; 0 if it has not reported them."""
         instance = self._table.find_instance(decode, *ANSWERING)
-        return 0 if instance is None else self._table.load(instance).block_tokens
+        size = 0 if instance is None else self._table.load(instance).block_tokens  # 0: unreported
+        return shorten_params(blocks.params, shared_tokens, size) if size else None
 
 
 def _basis(question: PromptQuestion | None, attempt: Attempt) -> Basis | None:

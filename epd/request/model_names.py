@@ -38,7 +38,7 @@ class ModelNames:
         """Keep the model name of an instance's 2xx answer to a request for this model."""
         if not requested or requested in self._by_request or len(requested) > MAX_LENGTH:
             return
-        name = _named(answer)
+        name = _model_of(answer)
         if name is None:
             return
         if len(self._names) < MAX_NAMES:
@@ -46,7 +46,7 @@ class ModelNames:
         self._by_request[requested] = name if name in self._names else OTHER
 
 
-def _named(answer: bytes) -> str | None:
+def _model_of(answer: bytes) -> str | None:
     """Return the name in the answer's own `model` field.
 
     A client can control deeper fields: the `metadata` of a response, the arguments of a tool call.

@@ -1,25 +1,24 @@
 """Pipeline of a request: encode, optional prefill, decode; retried until its answer has begun."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 from epd.api.prompts import BYTES_PER_TOKEN, prompt_tokens
-from epd.encoder_cache.claims import Claim, end_claims
+from epd.encoder_cache.claims import end_claims
 from epd.encoder_cache.keys import Keys
 from epd.errors import NoInstance, ProxyError
 from epd.media.fetch import MediaFetcher
 from epd.policies.policy import Course, Facts
-from epd.request.attempt import Attempt
+from epd.request.attempt import Attempt, Target
 from epd.request.choices import Choices
 from epd.request.early_choice import EarlyChoice
 from epd.request.encode import Encoder
-from epd.request.encode_job import Target
 from epd.request.prefill_decode import DecodeAnswer, PrefillDecode
 from epd.request.prefix import marked_prompt, request_prefix
 from epd.request.quarantine import Quarantine
-from epd.request.recovery import MAX_ATTEMPTS, NO_PROMPT, FailedAttempt, next_attempt
+from epd.request.recovery import MAX_ATTEMPTS, FailedAttempt, next_attempt
 from epd.request.request import Request
 from epd.request.request_media import keyed_request, media_prompt
 from epd.routing.fatal import FatalRequests
@@ -70,55 +69,53 @@ class Pipeline:
         if request.items:
             request = await keyed_request(request, self._keys, self._fetcher)
         self._fatal.check(request.watched, [item.identity for item in request.items])
-        attempt, first_error = Attempt(request, course, client_decode), None
-        claims: list[Claim] = []
+        attempt, first_error = Attempt(request, course, [], client_decode), None
         try:
             async with self._quarantine.context_for(request.watched):
                 with self._retries.tries(MAX_ATTEMPTS) as tries:
                     while True:
-                        result = await self._run_attempt(attempt, claims)
+                        result = await self._run_attempt(attempt)
                         if isinstance(result, DecodeAnswer):
-                            return replace(result, consumer_claims=claims) if claims else result
-                        if (following := next_attempt(result)) is None:
+                            return result
+                        if (successor := next_attempt(result)) is None:
                             raise result.error.after(first_error or result.error)  # noqa: TRY301
                         await tries.next_try(result.error)
                         request.record.add_retry()
-                        attempt, first_error = following, first_error or result.error
+                        attempt, first_error = successor, first_error or result.error
         except BaseException:
-            end_claims(claims, entries_coming=False)
+            end_claims(attempt.consumer_claims, entries_coming=False)
             raise
 
-    async def _run_attempt(
-        self, attempt: Attempt, consumer_claims: list[Claim]
-    ) -> DecodeAnswer | FailedAttempt:
+    async def _run_attempt(self, attempt: Attempt) -> DecodeAnswer | FailedAttempt:
         """Send a request through its stages once: encode, prefill, decode."""
         request, prefill_decode = attempt.request, self._prefill_decode
-        target, prompt = Target(), NO_PROMPT
         prefill, decode, reads_back = None, None, False
         try:
             if attempt.course.prefill and not self._table.has(Role.PREFILL):
                 local = request.config.on_prefill_failure == "local"
                 attempt = attempt._replace(without_prefill=local)
             if request.items:
-                attempt, target = await self._encode_items(attempt, consumer_claims)
-            prompt = self._prompt(attempt)
-            first = target.first or await prefill_decode.choose_first(attempt, prompt.prefix)
+                attempt = await self._encode_items(attempt)
+            attempt = attempt._replace(prompt=self._prompt(attempt))
+            first = attempt.target.first
+            if first is None:
+                first = await prefill_decode.choose_first(attempt)
             if first.instance.role is not Role.PREFILL:
                 decode = first.instance
-                return await prefill_decode.decode(attempt, prompt, decode, first.rank)
+                return await prefill_decode.decode(attempt, decode, first.rank)
             prefill = first.instance
-            handover = await prefill_decode.prepare(attempt, prompt, first)
+            handover = await prefill_decode.prepare(attempt, first)
             reads_back = handover.earlier is not None
             if handover.concurrent:
-                decode = prefill_decode.choose_decode(attempt, prompt, handover)
-                return await prefill_decode.prefill_and_decode(attempt, prompt, handover, decode)
-            prefilled = await prefill_decode.prefill(attempt, prompt, handover)
+                decode = prefill_decode.choose_decode(attempt, handover)
+                return await prefill_decode.prefill_and_decode(attempt, handover, decode)
+            prefilled = await prefill_decode.prefill(attempt, handover)
             # Prefill's blocks are released unless a decode instance accepts them.
-            decode = prefill_decode.choose_decode(attempt, prompt, handover, prefilled)
-            return await prefill_decode.decode(attempt, prompt, decode, prefilled=prefilled)
+            decode = prefill_decode.choose_decode(attempt, handover, prefilled)
+            return await prefill_decode.decode(attempt, decode, prefilled=prefilled)
         except ProxyError as error:
             others = self._choices.has_untried(attempt, error.stage, prefill, decode)
-            return FailedAttempt(attempt, error, others, prompt, prefill, decode, reads_back)
+            return FailedAttempt(attempt, error, others, prefill, decode, reads_back)
 
     async def encode(self, request: Request) -> list[EncodedItem]:
         """Encode the items of a request that asks for nothing else, and remember their keys.
@@ -127,34 +124,36 @@ class Pipeline:
             BadRequest: an item is invalid.
             ProxyError: an item failed.
         """
-        if request.items:
-            request = await keyed_request(request, self._keys, self._fetcher)
+        request = await keyed_request(request, self._keys, self._fetcher)
         self._fatal.check(request.watched, [item.identity for item in request.items])
         target = Target() if self._early_choice is None else self._early_choice.target()
         async with self._quarantine.context_for(request.watched):
-            encoded_items = await self._encoder.encode(Attempt(request, Course()), target, [])
+            attempt = Attempt(request, Course(), [], target=target)
+            encoded_items = await self._encoder.encode(attempt)
         await self._keys.remember_names(request.body, encoded_items, request.tenant, request.config)
         return encoded_items
 
-    async def _encode_items(
-        self, attempt: Attempt, consumer_claims: list[Claim]
-    ) -> tuple[Attempt, Target]:
-        """Encode the items for the consumer, unless it reads what an earlier attempt encoded.
+    async def _encode_items(self, attempt: Attempt) -> Attempt:
+        """Return the attempt with its target and the outputs of its items.
 
-        Return the attempt with their outputs, and where they are read.
+        The items are encoded, unless the target reads what an earlier attempt encoded.
         """
-        early = self._early_choice
+        request, early, earlier = attempt.request, self._early_choice, attempt.target
         target = Target() if early is None else await early.choose_target(attempt)
-        encoded = attempt.encoded_items is not None and not self._transfer.pushed
-        if encoded and target.reads(attempt.place):
-            return attempt, target
-        if consumer_claims:  # of an earlier consumer, which reads elsewhere
-            end_claims(consumer_claims, entries_coming=False)
+        attempt = attempt._replace(target=target)
+        if attempt.encoded_items is not None and target.reads(earlier):
+            return attempt
+        if attempt.consumer_claims:  # of an earlier consumer, which reads elsewhere
+            end_claims(attempt.consumer_claims, entries_coming=False)
         with target.consumer or nullcontext():
-            encoded_items = await self._encoder.encode(attempt, target, consumer_claims)
+            encoded_items = await self._encoder.encode(attempt)
             if attempt.encoded_items is None:
-                await self._remember_names(attempt.request, encoded_items)
-        return attempt._replace(encoded_items=encoded_items, place=target.place), target
+                items = [each for each in encoded_items if each.item.uuid is not None]
+                if items:
+                    await self._keys.remember_names(
+                        request.body, items, request.tenant, request.config
+                    )
+        return attempt._replace(encoded_items=encoded_items)
 
     def _choose_course(self, request: Request, client_decode: Instance | None) -> Course:
         """Return the course of a request, as the policies decide it.
@@ -173,17 +172,13 @@ class Pipeline:
             partial(prompt_tokens, request.body),
             request.client_headers,
         )
-        if (decided := self._coordinate(facts)) is None:
+        if (decision := self._coordinate(facts)) is None:
             if facts.roles.isdisjoint(ANSWERING):
                 raise NoInstance("there is no decode instance: register one", slug="no_decode")
             raise NoInstance("no policy decides where this request runs", slug="no_policy")
-        policy, course = decided
+        policy, course = decision
         request.record.add_policy(policy)
-        return course
-
-    async def _remember_names(self, request: Request, encoded_items: Sequence[EncodedItem]) -> None:
-        items = [item for item in encoded_items if item.item.uuid is not None]
-        await self._keys.remember_names(request.body, items, request.tenant, request.config)
+        return course if facts.prefills else course._replace(prefill=False)
 
     def _prompt(self, attempt: Attempt) -> Prompt:
         """Return the request for prefill and decode, with its content if it is needed."""

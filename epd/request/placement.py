@@ -52,12 +52,13 @@ class Placement:
         """Return the missing items of a request in their places; `hits` are its other items."""
         if job.may_leave and self._is_out_of_reach(job):
             return [each._replace(place=OUT_OF_REACH) for each in items]
-        rule = job.course.items
-        if rule is not None and (forced := _forced_place(job, hits)) is not None:
-            items = [each._replace(place=forced) for each in items]
+        course = job.attempt.course
+        rule = course.items
+        if rule is not None and (place := _forced_place(job, hits)) is not None:
+            items = [each._replace(place=place) for each in items]
         elif rule is not None:
             items = self._apply_rule(job, rule, items)
-        if not job.course.consumer_encodes and job.may_leave and not job.reencode:
+        if not course.consumer_encodes and job.may_leave and not job.attempt.reencode:
             return self._shed(job, items)
         return items
 
@@ -66,8 +67,9 @@ class Placement:
 
         Then it gets the media, if it may encode them.
         """
-        fits, encoders = job.target.fits, self._table.all(Role.ENCODE)
-        if job.target.consumer is None or fits is None or job.course.consumer_encodes:
+        target, encoders = job.attempt.target, self._table.all(Role.ENCODE)
+        fits, consumer_encodes = target.fits, job.attempt.course.consumer_encodes
+        if target.consumer is None or fits is None or consumer_encodes:
             return False
         return bool(encoders) and not any(fits(encoder.instance) for encoder in encoders)
 
@@ -77,11 +79,11 @@ class Placement:
         """Place items by a rule. Each one then counts in the forecast of the next."""
         forecast = self._forecast(job)
         consumers_write = self._access.consumers_write()
-        placed: list[MissingItem] = []
+        placed_items: list[MissingItem] = []
         for each in items:
             item, tokens = each.item, each.tokens
             if each.under_way:
-                placed.append(each._replace(place=UNDER_WAY))
+                placed_items.append(each._replace(place=UNDER_WAY))
                 continue
             queue = forecast.best_queue(tokens, item.identity)
             measured = queue is not None and forecast.token_s is not None
@@ -105,8 +107,8 @@ class Placement:
                 queue.add_item(tokens)
                 if measured and place.soonest:
                     first_url = queue.instance.url
-            placed.append(each._replace(place=place, first_url=first_url))
-        return placed
+            placed_items.append(each._replace(place=place, first_url=first_url))
+        return placed_items
 
     def _shed(self, job: EncodeJob, items: Sequence[MissingItem]) -> Sequence[MissingItem]:
         """Leave the items to the consumer for which the queue of every encode instance is too long.
@@ -120,11 +122,11 @@ class Placement:
         if not tokens:
             return items
         forecast = self._forecast(job)
-        timeout_s = job.request.config.encode_timeout_s
+        timeout_s = job.attempt.request.config.encode_timeout_s
         limit_s = FITS_SHARE * timeout_s / (2 if forecast.several else 1)
         if forecast.longest_s(tokens) <= limit_s:
             return items
-        placed: list[MissingItem] = []
+        placed_items: list[MissingItem] = []
         for each in items:
             place = each.place
             queue = forecast.best_queue(each.tokens, each.item.identity)
@@ -133,19 +135,21 @@ class Placement:
                     place = OVERLOADED
                 else:
                     queue.add_item(each.tokens)
-            placed.append(each._replace(place=place))
-        return placed
+            placed_items.append(each._replace(place=place))
+        return placed_items
 
     def _forecast(self, job: EncodeJob) -> Forecast:
-        consumer = None if job.target.consumer is None else job.target.consumer.instance
-        return Forecast(self._table, consumer, job.target.fits)
+        target = job.attempt.target
+        consumer = None if target.consumer is None else target.consumer.instance
+        return Forecast(self._table, consumer, target.fits)
 
 
 def _forced_place(job: EncodeJob, hits: Iterable[EncodedItem]) -> ItemPlace | None:
     """Return the place of all items of a request that gives the policy no choice."""
-    if job.pushed or job.reencode or not job.has_all_media:
+    attempt = job.attempt
+    if attempt.target.pushed or attempt.reencode or not job.has_all_media:
         return REQUIRED
-    shrinks = job.request.config.decode_media == "metadata"
+    shrinks = attempt.request.config.decode_media == "metadata"
     if shrinks and any(hit.facts.metadata for hit in hits):
         return BESIDE_STORED
     return None

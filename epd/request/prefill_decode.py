@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from epd.aio import end_tasks, errors_of
 from epd.api.usage import Usage
@@ -12,17 +12,15 @@ from epd.conversations.turn import AnsweredTurn
 from epd.encoder_cache.claims import Claim, end_claims
 from epd.errors import ProxyError, SuspectedFatal, UpstreamDied, slug_of
 from epd.request.attempt import Attempt
-from epd.request.choices import Choices
+from epd.request.choices import Choices, Worth
 from epd.request.kv_peers import PeerRegistry
 from epd.request.kv_readback import Readbacks
 from epd.request.releases import Releases
-from epd.request.request import Request
-from epd.request.stages import Stages, wait_beginning
+from epd.request.stages import Stages
 from epd.routing.fatal import FatalRequests, Watched
 from epd.routing.instances import Instance
-from epd.routing.prefix import NO_PREFIX, Prefix
 from epd.routing.table import NO_WORK, InFlight, InstanceTable, Reservation
-from epd.transfer import Params, with_params
+from epd.transfer import with_params
 from epd.transfer.encoded import Prompt
 from epd.transfer.kv import Handover, KVTransfer, Prefilled
 from epd.upstream import Reply
@@ -33,24 +31,6 @@ if TYPE_CHECKING:
 DIES_WITHIN_S = 1.0
 """Time after one instance's death in which the other instance of the request is watched, in
 seconds."""
-
-
-def needs_prefill(attempt: Attempt) -> bool:
-    """Return whether a prefill instance computes the prompt, and not decode itself."""
-    planned = attempt.course.prefill and not attempt.without_prefill
-    return planned and attempt.request.endpoint.can_prefill(attempt.request.body)
-
-
-class Prefilling(NamedTuple):
-    """Prefill in progress, at the same time as its decode.
-
-    Attributes:
-        params: `kv_transfer_params` of the decode request; None for none.
-    """
-
-    handover: Handover
-    params: Params | None
-    task: asyncio.Task[Prefilled]
 
 
 @dataclass(slots=True, eq=False)
@@ -66,42 +46,45 @@ class DecodeAnswer:
         turn: the conversation turn; None for a request outside a conversation.
         usage: prefill's numbers for the client's answer; empty if decode prefilled.
         engine_died: whether the stream reported the death of its engine.
-        consumer_claims: claims of the entries that decode is writing; None for none.
     """
 
     reply: Reply
     span: "Span | None"
     turn: AnsweredTurn | None
     usage: Usage
-    _using: InFlight
+    _in_flight: InFlight
     _fatal: FatalRequests
     _watched: Watched
     _consumer_identities: Sequence[str]
+    _consumer_claims: list[Claim]
     engine_died: bool = False
-    consumer_claims: list[Claim] | None = None
 
     def end_claims(self, error: BaseException | None = None) -> None:
         """End the claims of the items that decode encodes; without an error, it stores them."""
-        if self.consumer_claims is not None:
-            end_claims(self.consumer_claims, entries_coming=error is None)
+        if self._consumer_claims:
+            end_claims(self._consumer_claims, entries_coming=error is None)
+
+    def close(self, error: BaseException | None) -> None:
+        """Close the answer; the next attempt of its request keeps the claims."""
+        if self.span is not None:
+            self.span.end_span(slug_of(error))
+        self.reply.close()
+        self._in_flight.end_request(error)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Close the answer, and judge its instance by the error."""
+        """Close the answer, end the claims, and count the death of its instance."""
         self.end_claims(error)
-        if self.span is not None:
-            self.span.end_span(slug_of(error))
-        self.reply.close()
-        self._using.end_request(error)
+        self.close(error)
         if error is None and self.engine_died:
             error = UpstreamDied("the engine died in its stream", stage="decode")
         watched, items = self._watched, self._consumer_identities
         if error is None:
             self._fatal.record_survival(watched, items)
         elif isinstance(error, ProxyError):
-            self._fatal.count_death(error, self._using.instance, watched, items)
+            self._fatal.count_death(error, self._in_flight.instance, watched, items)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,8 +100,10 @@ class PrefillDecode:
     _releases: Releases
     _fatal: FatalRequests
 
-    async def choose_first(self, attempt: Attempt, prefix: Prefix) -> Reservation:
+    async def choose_first(self, attempt: Attempt, worth: Worth | None = None) -> Reservation:
         """Choose the instance that computes the prompt: prefill, or decode alone.
+
+        Without `worth`, all instances save the same.
 
         Raises:
             ProxyError: no instance is available, or the choice failed.
@@ -126,13 +111,15 @@ class PrefillDecode:
         request = attempt.request
         if request.turn is not None:
             await self._readbacks.begin_turn(request.turn)
-        if needs_prefill(attempt):
-            instance = self._choices.choose_prefill(attempt, prefix)
-            return self._table.reserve_place(instance, prefix=_for_prefill(request, prefix))
-        instance = self._choices.choose_decode(attempt, prefix)
-        return self._table.reserve_place(instance, prefix=_for_decode(request, prefix))
+        if attempt.needs_prefill:
+            instance = self._choices.choose_prefill(attempt, worth)
+            balance = request.config.prefill_balance
+        else:
+            instance = self._choices.choose_decode(attempt, worth)
+            balance = request.config.decode_balance
+        return self._table.reserve_place(instance, prefix=attempt.prefix(balance))
 
-    async def prepare(self, attempt: Attempt, prompt: Prompt, first: Reservation) -> Handover:
+    async def prepare(self, attempt: Attempt, first: Reservation) -> Handover:
         """Return what prefill and decode need to know of each other.
 
         Decode is chosen now if prefill has to know it.
@@ -145,42 +132,40 @@ class PrefillDecode:
         request_id = request.child_id() if attempt.resent else request.id
         if request.turn is not None:
             try:
-                earlier = await self._readbacks.previous_params(
-                    request.turn, attempt, prompt, prefill
-                )
+                earlier = await self._readbacks.previous_params(request.turn, attempt, prefill)
             except UpstreamDied as error:
                 raise self._final_error(attempt, prefill, error) from error.__cause__
         decode = None
         if transfer.eager:
-            decode = self._choices.choose_decode(attempt, prompt.prefix, prefill)
+            decode = self._choices.choose_decode(attempt)
         peer = None if peers is None else await peers.params_for(prefill, first.rank)
         concurrent = transfer.decode_concurrent(peer)
         return Handover(request_id, prefill, first.rank, decode, peer, earlier, concurrent)
 
-    async def prefill(self, attempt: Attempt, prompt: Prompt, handover: Handover) -> Prefilled:
+    async def prefill(self, attempt: Attempt, handover: Handover) -> Prefilled:
         """Return prefill's result. If decode is chosen already, reserve its place meanwhile.
 
         Raises:
             ProxyError: the instance failed, or rejected the request.
         """
-        request, decode = attempt.request, handover.decode
-        using = self._table.track_request(
+        request, prompt, decode = attempt.request, attempt.prompt, handover.decode
+        in_flight = self._table.track_request(
             handover.prefill,
             rank=handover.prefill_rank,
-            prefix=_for_prefill(request, prompt.prefix),
+            prefix=attempt.prefix(request.config.prefill_balance),
             work=prompt.work,
         )
         reads_back = handover.earlier is not None
         try:
-            with using, nullcontext() if decode is None else self._table.reserve_place(decode):
-                request.record.add_prefix(using.matched)
+            with in_flight, nullcontext() if decode is None else self._table.reserve_place(decode):
+                request.record.add_prefix(in_flight.matched)
                 prefilled = await self._stages.prefill(self._transfer, handover, prompt, request)
         except ProxyError as error:
             self._forget_peer(handover.prefill, error)
             if reads_back:
                 self._readbacks.record_result(handover, error)
                 prompt = prompt._replace(depends=True)
-            raise self._judged(attempt, prompt, using, error) from error.__cause__
+            raise self._judge(attempt, prompt, in_flight, error) from error.__cause__
         request.doubts.settle(handover.prefill)
         if self._peers is not None:
             self._peers.learn_facts(prefilled)
@@ -189,11 +174,7 @@ class PrefillDecode:
         return prefilled
 
     def choose_decode(
-        self,
-        attempt: Attempt,
-        prompt: Prompt,
-        handover: Handover,
-        prefilled: Prefilled | None = None,
+        self, attempt: Attempt, handover: Handover, prefilled: Prefilled | None = None
     ) -> Instance:
         """Return the decode instance; if none can be chosen, prefill's blocks are released.
 
@@ -203,117 +184,109 @@ class PrefillDecode:
         if handover.decode is not None:
             return handover.decode
         try:
-            return self._choices.choose_decode(attempt, prompt.prefix, handover.prefill)
+            return self._choices.choose_decode(attempt)
         except ProxyError as error:
             if prefilled is not None:
-                body = with_params(prompt.body, prefilled.params)
+                body = with_params(attempt.prompt.body, prefilled.params)
                 self._releases.release_unread(attempt, body, None, error)
             raise
 
     async def decode(
         self,
         attempt: Attempt,
-        prompt: Prompt,
         instance: Instance,
         rank: int | None = None,
-        prefilled: Prefilled | Prefilling | None = None,
+        prefilled: Prefilled | None = None,
+        prefill_task: asyncio.Task[Prefilled] | None = None,
     ) -> DecodeAnswer:
         """Return decode's answer, opened. Without a prefill, decode prefills the request.
+
+        If the head of the answer does not come, prefill's blocks are released. `prefill_task` is
+        the prefill if it runs at the same time.
 
         Raises:
             ProxyError: the instance failed, or rejected the request.
         """
-        request, work, turn = attempt.request, prompt.work, None
+        request, prompt = attempt.request, attempt.prompt
+        request_id, work, turn, reply = request.id, prompt.work, None, None
         handover = None if prefilled is None else prefilled.handover
         if request.turn is not None:
-            turn = self._readbacks.answered_turn(attempt, prompt, instance, handover)
+            turn = self._readbacks.answered_turn(request.turn, attempt, instance, handover)
         if prefilled is not None:
-            work = NO_WORK
+            request_id, work = prefilled.handover.request_id, NO_WORK
             body = with_params(prompt.body, prefilled.params)
             if turn is not None and turn.basis is not None:
                 body = {**body, "return_token_ids": True}
             # Decode loads blocks, and ignores the media.
             prompt = prompt._replace(body=body, depends=True, named=False)
-        using = self._table.track_request(
-            instance, rank=rank, prefix=_for_decode(request, prompt.prefix), work=work
+        prefix = attempt.prefix(request.config.decode_balance)
+        in_flight = self._table.track_request(
+            instance, rank=rank, prefix=prefix, work=work
         ).begin_request()
         if prefilled is None:
-            request.record.add_prefix(using.matched)
+            request.record.add_prefix(in_flight.matched)
         try:
-            with request.record.time_stage("decode", instance.url) as timed:
-                reply = await self._open(attempt, prompt, using, prefilled, timed.span)
+            with request.record.time_stage("decode", instance.url) as stage:
+                reply = await self._stages.decode(
+                    instance, prompt, request, request_id, in_flight.rank, stage.span
+                )
                 always_whole = turn is not None and turn.capture is not None
-                await wait_beginning(reply, request, always_whole=always_whole)
+                await self._stages.wait_beginning(reply, request, always_whole=always_whole)
         except BaseException as error:
-            using.end_request(error)
+            if reply is None and prefilled is not None and _has_blocks(prefill_task, error):
+                self._releases.release_unread(attempt, prompt.body, instance, error)
+            in_flight.end_request(error)
             if not isinstance(error, ProxyError):
                 raise
             if handover is not None:
                 self._forget_peer(handover.prefill, error)
-            raise self._judged(attempt, prompt, using, error) from error.__cause__
+            raise self._judge(attempt, prompt, in_flight, error) from error.__cause__
         request.record.wait_for("answer")
-        using.record_answer()
+        in_flight.record_answer()
         request.doubts.settle(instance)
-        usage = prefilled.usage if isinstance(prefilled, Prefilled) else {}
-        watched, local = request.watched, attempt.consumer_identities
-        return DecodeAnswer(reply, timed.span, turn, usage, using, self._fatal, watched, local)
-
-    async def _open(
-        self,
-        attempt: Attempt,
-        prompt: Prompt,
-        using: InFlight,
-        prefilled: Prefilled | Prefilling | None,
-        span: "Span | None",
-    ) -> Reply:
-        """Return the head of decode's answer. If it does not come, prefill's blocks are released.
-
-        Raises:
-            ProxyError: the instance failed, or rejected the request.
-        """
-        request, instance, stages = attempt.request, using.instance, self._stages
-        request_id = request.id if prefilled is None else prefilled.handover.request_id
-        try:
-            return await stages.decode(instance, prompt, request, request_id, using.rank, span)
-        except BaseException as error:
-            if prefilled is not None and _has_blocks(prefilled, error):
-                self._releases.release_unread(attempt, prompt.body, instance, error)
-            raise
+        return DecodeAnswer(
+            reply,
+            stage.span,
+            turn,
+            {} if prefilled is None else prefilled.usage,
+            in_flight,
+            self._fatal,
+            request.watched,
+            attempt.consumer_identities,
+            attempt.consumer_claims,
+        )
 
     async def prefill_and_decode(
-        self,
-        attempt: Attempt,
-        prompt: Prompt,
-        handover: Handover,
-        decode: Instance,
+        self, attempt: Attempt, handover: Handover, decode: Instance
     ) -> DecodeAnswer:
         """Decode while prefill runs. Decode's head may precede its tokens by a long time.
 
         Raises:
             ProxyError: the first failure of the two.
         """
-        params = self._transfer.decode_params(handover, {})
-        prefilling = asyncio.create_task(self.prefill(attempt, prompt, handover))
-        begun = Prefilling(handover, params, prefilling)
-        decoding = asyncio.create_task(self.decode(attempt, prompt, decode, prefilled=begun))
+        expected = Prefilled(handover, self._transfer.decode_params(handover, {}), {}, {})
+        prefill_task = asyncio.create_task(self.prefill(attempt, handover))
+        decode_task = asyncio.create_task(
+            self.decode(attempt, decode, None, expected, prefill_task)
+        )
         try:
-            await wait_both(prefilling, decoding)
+            await wait_both(prefill_task, decode_task)
         except BaseException:
-            if _has_result(decoding):  # the instance of an abandoned answer is not blamed
-                decoding.result().__exit__(None, asyncio.CancelledError(), None)
+            if _has_result(decode_task):
+                decode_task.result().close(asyncio.CancelledError())
             raise
-        return replace(decoding.result(), usage=prefilling.result().usage)
+        return replace(decode_task.result(), usage=prefill_task.result().usage)
 
     def _forget_peer(self, prefill: Instance, error: ProxyError) -> None:
         """Drop the facts about prefill's connector: it may have been replaced."""
         if self._peers is not None and not error.rejects_request:
             self._peers.forget_instance(prefill)
 
-    def _judged(
+    def _judge(
         self,
         attempt: Attempt,
         prompt: Prompt,
-        using: InFlight,
+        in_flight: InFlight,
         error: ProxyError,
     ) -> ProxyError:
         """Return the final error of a request to an instance, after judging the instance.
@@ -321,8 +294,8 @@ class PrefillDecode:
         Only the first 500 of a stage may mean that an entry or KV blocks are missing.
         """
         loads = prompt.depends and error.stage not in attempt.failures
-        attempt.request.doubts.add(error, using, loads=loads, names=prompt.named)
-        return self._final_error(attempt, using.instance, error)
+        attempt.request.doubts.add(error, in_flight, loads=loads, names=prompt.named)
+        return self._final_error(attempt, in_flight.instance, error)
 
     def _final_error(self, attempt: Attempt, instance: Instance, error: ProxyError) -> ProxyError:
         """Return the final error of an attempt, after counting a death of its instance."""
@@ -330,17 +303,9 @@ class PrefillDecode:
         return self._fatal.count_death(error, instance, watched, items)
 
 
-def _for_prefill(request: Request, prefix: Prefix) -> Prefix:
-    return prefix if request.config.prefill_balance == "content" else NO_PREFIX
-
-
-def _for_decode(request: Request, prefix: Prefix) -> Prefix:
-    return prefix if request.config.decode_balance == "content" else NO_PREFIX
-
-
 async def wait_both(
-    prefilling: asyncio.Task[Any],
-    decoding: asyncio.Task[Any],
+    prefill_task: asyncio.Task[Any],
+    decode_task: asyncio.Task[Any],
     dies_within_s: float = DIES_WITHIN_S,
 ) -> None:
     """Wait for prefill and decode of one attempt. At a failure, end the other one.
@@ -351,7 +316,7 @@ async def wait_both(
     Raises:
         ProxyError: a failure of one of them.
     """
-    both = prefilling, decoding
+    both = prefill_task, decode_task
     try:
         await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
         if any(isinstance(error, UpstreamDied | SuspectedFatal) for error in errors_of(both)):
@@ -369,11 +334,9 @@ def _has_result(task: asyncio.Task[Any]) -> bool:
     return task.done() and not task.cancelled() and task.exception() is None
 
 
-def _has_blocks(prefilled: Prefilled | Prefilling, error: BaseException) -> bool:
+def _has_blocks(prefill_task: asyncio.Task[Prefilled] | None, error: BaseException) -> bool:
     """Return whether prefill has blocks when its decode ends in this error.
 
     A cancellation ends a prefill in progress too, which then releases them.
     """
-    if isinstance(prefilled, Prefilled):
-        return True
-    return isinstance(error, ProxyError) and _has_result(prefilled.task)
+    return prefill_task is None or (isinstance(error, ProxyError) and _has_result(prefill_task))

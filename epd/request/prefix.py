@@ -69,15 +69,11 @@ def request_prefix(request: Request, encoded_items: Sequence[EncodedItem] = ()) 
     """
     if not request.endpoint.generates:
         return NO_PREFIX
-    media: dict[Path, tuple[str, int]] = {}
-    if encoded_items:
-        for encoded_item in encoded_items:
-            item = encoded_item.item
-            tokens = media_tokens(encoded_item.facts.metadata) or TYPICAL_TOKENS[item.modality]
-            media[item.path] = item.identity, tokens
-    else:
-        for item in request.items:
-            media[item.path] = item.identity, TYPICAL_TOKENS[item.modality]
+    tokens = {each.item.path: media_tokens(each.facts.metadata) for each in encoded_items}
+    media = {
+        item.path: (item.identity, tokens.get(item.path) or TYPICAL_TOKENS[item.modality])
+        for item in request.items
+    }
     chain = Chain(request.body, media)
     prefix = Prefix(chain.links, chain.ends, request.session)
     return sampled_prefix(prefix) if request.config.kv_events else prefix
@@ -120,14 +116,12 @@ class Chain:
         """
         if isinstance(value, str):
             self._add_text(value.encode(), depth)
-        elif isinstance(value, dict):
-            self._add_fields(value, path, depth)
         elif isinstance(value, list) and not (value and isinstance(value[0], int)):
             media, depth = self._media, depth + 1
             for index, inner in enumerate(value):
                 where = (*path, index) if media else path
-                if media and (found := media.get(where)) is not None:
-                    self._add_media(found[0], found[1], depth)
+                if media and (item := media.get(where)) is not None:
+                    self._add_media(*item, depth)
                 elif isinstance(inner, dict):
                     self._add_fields(inner, where, depth)
                 else:

@@ -51,12 +51,12 @@ class Recorder(RequestRecord):
         """Learn the instances' name of the model from a 2xx answer."""
         self.models.learn_name(self.model, answer)
 
-    def time_stage(self, stage: Stage, where: str, item: MMItem | None = None) -> "Timed":
+    def time_stage(self, stage: Stage, where: str, item: MMItem | None = None) -> "StageTimer":
         """Return a context that emits a `StageDone` at its exit, with or without an error.
 
         Its span starts here if the request is traced.
         """
-        return Timed(self, stage, where, item)
+        return StageTimer(self, stage, where, item)
 
     def wait_span(self, item: MMItem) -> "AbstractContextManager[Span | None]":
         """Return the span of a wait for an item's encode; None as its value without tracing."""
@@ -79,7 +79,7 @@ class Recorder(RequestRecord):
             observer.request_done(self)
 
 
-class Timed:
+class StageTimer:
     """Stage of a request in progress.
 
     Attributes:

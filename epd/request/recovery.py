@@ -9,9 +9,8 @@ from http import HTTPStatus
 from typing import Any, NamedTuple
 
 from epd.errors import ProxyError, Stage, UpstreamTimeout, UpstreamUnreachable
-from epd.request.attempt import Attempt, SendForm
+from epd.request.attempt import NO_PROMPT, Attempt, SendForm
 from epd.routing.instances import Instance
-from epd.transfer.encoded import Prompt
 
 MAX_FAILURES = 2
 """Failures of prefill, and of decode, after which the stage is not retried; unreachable instances
@@ -21,14 +20,11 @@ MAX_ATTEMPTS = 6 + 2 * MAX_FAILURES
 """Maximum number of attempts of a request: the failures of both stages, and one attempt more for
 each other row of `RULES`."""
 
-NO_PROMPT = Prompt({})
-
 
 class FailedAttempt(NamedTuple):
     """Failed attempt.
 
     Attributes:
-        prompt: the request for prefill and decode; `NO_PROMPT` if it failed before.
         prefill: the prefill instance that was chosen; None without prefill, or before its choice.
         decode: the decode instance that was chosen; None before its choice.
         reads_back: whether prefill was asked to read the blocks of the previous turn.
@@ -38,7 +34,6 @@ class FailedAttempt(NamedTuple):
     attempt: Attempt
     error: ProxyError
     others: bool
-    prompt: Prompt = NO_PROMPT
     prefill: Instance | None = None
     decode: Instance | None = None
     reads_back: bool = False
@@ -66,14 +61,14 @@ class FailedAttempt(NamedTuple):
         """Number of failures of the failed stage."""
         return self.failures.count(self.error.stage)
 
-    def following(self, **changes: Any) -> Attempt:
+    def successor(self, **changes: Any) -> Attempt:
         """Return the next attempt with these changes. It avoids the instances chosen before."""
         attempt, doubtful = self.attempt, self.attempt.doubtful
         prefills = attempt.tried_prefills(self.prefill)
         decodes = attempt.tried_decodes(None if self.at_prefill else self.decode)
         if self.error.engine_failed and not self.at_prefill:
             doubtful = decodes[-1]
-        elif self.error.engine_failed and self.prompt.depends:
+        elif self.error.engine_failed and attempt.prompt.depends:
             doubtful = prefills[-1]
         values: dict[str, Any] = {
             "avoided_prefills": prefills,
@@ -81,6 +76,7 @@ class FailedAttempt(NamedTuple):
             "failures": self.failures,
             "doubtful": doubtful,
             "resent": attempt.resent or self.prefill is not None,
+            "prompt": NO_PROMPT,
         }
         return attempt._replace(**values | changes)
 
@@ -98,7 +94,7 @@ def _metadata_refused(failure: FailedAttempt) -> bool:
     attempt = failure.attempt
     return (
         failure.error.answered == HTTPStatus.BAD_REQUEST
-        and len(failure.prompt.bare) > 0
+        and len(attempt.prompt.bare) > 0
         and attempt.form is SendForm.METADATA
         and all(encoded_item.item.has_media for encoded_item in attempt.encoded_items or ())
     )
@@ -106,12 +102,12 @@ def _metadata_refused(failure: FailedAttempt) -> bool:
 
 def _media_lost(failure: FailedAttempt) -> bool:
     """Return whether the consumer may have had neither an entry nor, in its cache, the media."""
-    prompt = failure.prompt
+    attempt, prompt = failure.attempt, failure.attempt.prompt
     if failure.prefill_replaceable and failure.stage_failures >= MAX_FAILURES:
         return False
     consumer_failed = failure.at_prefill or failure.prefill is None
     lost = consumer_failed and failure.error.engine_failed and not failure.error.died
-    is_sent_unnamed = failure.attempt.form is SendForm.UNNAMED
+    is_sent_unnamed = attempt.form is SendForm.UNNAMED
     return lost and prompt.named and not (prompt.depends or is_sent_unnamed)
 
 
@@ -148,7 +144,7 @@ def _encoded_again(failure: FailedAttempt) -> Attempt:
     """
     before = failure.attempt
     form = max(before.form, SendForm.MEDIA)
-    attempt = failure.following(form=form, reencode=True, encoded_items=None)
+    attempt = failure.successor(form=form, reencode=True, encoded_items=None)
     if failure.others:
         return attempt
     if failure.at_prefill:
@@ -157,7 +153,7 @@ def _encoded_again(failure: FailedAttempt) -> Attempt:
 
 
 def _without_doubt(failure: FailedAttempt) -> Attempt:
-    attempt, doubtful = failure.following(doubtful=None), failure.attempt.doubtful
+    attempt, doubtful = failure.successor(doubtful=None), failure.attempt.doubtful
     prefills, decodes = (
         tuple(instance for instance in avoided if instance != doubtful)
         for avoided in (attempt.avoided_prefills, attempt.avoided_decodes)
@@ -170,7 +166,7 @@ RULES: Sequence[Rule] = (
         "prefill fails while it reads decode's blocks of the previous turn",
         "prefill computes them; the same instance may be chosen",
         lambda failure: failure.at_prefill and failure.error.worked and failure.reads_back,
-        lambda failure: failure.following(
+        lambda failure: failure.successor(
             failures=failure.attempt.failures,
             avoided_prefills=failure.attempt.avoided_prefills,
             doubtful=failure.attempt.doubtful,
@@ -180,13 +176,15 @@ RULES: Sequence[Rule] = (
         "prefill or decode answers 400 to metadata in place of media",
         "the request is sent again with its media",
         _metadata_refused,
-        lambda failure: failure.following(failures=failure.attempt.failures, form=SendForm.MEDIA),
+        lambda failure: failure.successor(failures=failure.attempt.failures, form=SendForm.MEDIA),
     ),
     Rule(
         "prefill or decode answers 500 to a request that names encoder outputs, the first time",
         "all items are encoded again, and their media are sent too",
         lambda failure: (
-            failure.error.engine_failed and failure.prompt.depends and not failure.attempt.reencode
+            failure.error.engine_failed
+            and failure.attempt.prompt.depends
+            and not failure.attempt.reencode
         ),
         _encoded_again,
     ),
@@ -195,7 +193,7 @@ RULES: Sequence[Rule] = (
         "the media are sent without names: an instance that has cached a name without its media, "
         "and cannot read the entry, encodes them",
         _media_lost,
-        lambda failure: failure.following(form=SendForm.UNNAMED, doubtful=failure.attempt.doubtful),
+        lambda failure: failure.successor(form=SendForm.UNNAMED, doubtful=failure.attempt.doubtful),
     ),
     Rule(
         f"prefill or decode fails, fewer than {MAX_FAILURES} times, and an instance may succeed, "
@@ -204,7 +202,7 @@ RULES: Sequence[Rule] = (
         f"`--on-prefill-failure local`, {MAX_ATTEMPTS - MAX_FAILURES} prefill instances are "
         "chosen at most",
         _stage_again,
-        FailedAttempt.following,
+        FailedAttempt.successor,
     ),
     Rule(
         "prefill or decode fails, decode without a timeout, and another may have failed only "
@@ -217,7 +215,7 @@ RULES: Sequence[Rule] = (
         "prefill fails otherwise, with `--on-prefill-failure local`",
         "decode prefills the request itself",
         lambda failure: failure.prefill_replaceable and failure.error.retryable,
-        lambda failure: failure.following(without_prefill=True),
+        lambda failure: failure.successor(without_prefill=True),
     ),
 )
 """Rows in order of precedence. The client receives failures of other stages, and failures without a

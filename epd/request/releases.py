@@ -4,7 +4,6 @@ They run in the background, and may end after the client's request.
 """
 
 import asyncio
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 from epd.aio import end_tasks
@@ -13,10 +12,13 @@ from epd.errors import ProxyError
 from epd.request.attempt import Attempt
 from epd.request.choices import Choices
 from epd.request.request import Request
-from epd.request.stages import RELEASE_TIMEOUT_S, Stages
+from epd.request.stages import Stages
 from epd.routing.fatal import FatalRequests
 from epd.routing.instances import Instance
 from epd.transfer.kv import KVTransfer
+
+RELEASE_TIMEOUT_S = 5.0
+"""Timeout of a decode instance's answer to a release, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,13 +29,14 @@ class Releases:
     _transfer: KVTransfer
     _fatal: FatalRequests
     _choices: Choices
+    _timeout_s: float = RELEASE_TIMEOUT_S
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def aclose(self) -> None:
         """Wait for the releases in progress, at most `RELEASE_TIMEOUT_S`."""
         tasks = [*self._tasks]
         if tasks:
-            await asyncio.wait(tasks, timeout=RELEASE_TIMEOUT_S)
+            await asyncio.wait(tasks, timeout=self._timeout_s)
         await end_tasks(tasks)
 
     def release_unread(
@@ -59,12 +62,10 @@ class Releases:
         task.add_done_callback(self._tasks.discard)
 
     async def _release(self, instance: Instance, body: Body, request: Request) -> None:
-        with suppress(ProxyError, TimeoutError):  # the observers have the result
-            async with asyncio.timeout(RELEASE_TIMEOUT_S):
-                try:
-                    await self._stages.release(instance, body, request)
-                except ProxyError as error:
-                    self._fatal.count_death(error, instance, request.watched)
+        try:
+            await self._stages.release(instance, body, request, self._timeout_s)
+        except ProxyError as error:  # the observers have it
+            self._fatal.count_death(error, instance, request.watched)
 
 
 def _may_release(request: Request, decode: Instance | None, error: BaseException) -> bool:

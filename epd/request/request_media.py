@@ -54,15 +54,15 @@ def media_prompt(
         raw=raw,
         named=attempt.form is not SendForm.UNNAMED,
     )
-    saved = (
+    sizes_bytes = [
         inline_bytes(encoded_item.item, request.cuts)
         for encoded_item in encoded_items
         if encoded_item.result == "hit" and encoded_item.item in prompt.bare
-    )
+    ]
     request.record.add_media(
         metadata=len(prompt.bare),
         raw=len(encoded_items) - len(prompt.bare),
-        saved_bytes=sum(saved) if request.record.hits else 0,
+        saved_bytes=sum(sizes_bytes),
     )
     # A consumer that expects a push blocks on it even where the media are in the body too.
     waits = bool(params and transfer.pushed)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 MAX_REJECTED_STATUS, MAX_STATUS = 499, 599
 
-HELD_BYTES = 1024**2
+WHOLE_BYTES = 1024**2
 """Size above which an answer of decode that is no stream is relayed as it arrives."""
 
 MAX_DECODE_BYTES = 256 * 1024**2
@@ -58,15 +58,20 @@ BEGINNING_S = 0.1
 QUESTION_TIMEOUT_S = 2.0
 """Timeout of the questions to an instance before its prefill."""
 
-RELEASE_TIMEOUT_S = 5.0
-"""Timeout of a decode instance's answer to a release."""
-
 
 class Stages:
     """Client that sends the requests of all stages over one upstream client."""
 
-    def __init__(self, upstream: Upstream) -> None:
+    def __init__(
+        self,
+        upstream: Upstream,
+        *,
+        whole_bytes: int = WHOLE_BYTES,
+        max_decode_bytes: int = MAX_DECODE_BYTES,
+    ) -> None:
         self._upstream = upstream
+        self._whole_bytes = whole_bytes
+        self._max_decode_bytes = max_decode_bytes
         self._encode_forms = EncodeForms()
 
     async def encode(  # noqa: PLR0913, PLR0917 - all describe one request
@@ -89,11 +94,13 @@ class Stages:
             ProxyError: the instance failed, or rejected the item.
         """
         remote = item.is_remote
-        with request.record.time_stage("encode", instance.url, item) as timed:
-            headers = request.headers_for(request.child_id(), timed.span)
+        with request.record.time_stage("encode", instance.url, item) as stage:
+            headers = request.headers_for(request.child_id(), stage.span)
             headers.pop(PRIORITY, None)  # one encode serves all requests with this item
             forms, system = self._encode_forms, has_system_message(body)
-            sent = forms.first_form(instance, encode_body(body, item, params), system=system)
+            encode_request = forms.first_form(
+                instance, encode_body(body, item, params), system=system
+            )
             clock = asyncio.get_running_loop().time
             until_s = clock() + timeout_s
             try:
@@ -102,13 +109,13 @@ class Stages:
                         instance.url + CHAT.path,
                         stage="encode",
                         headers=headers,
-                        body=encode_json(sent, request.cuts),
+                        body=encode_json(encode_request, request.cuts),
                         timeout_s=until_s - clock(),
                     )
-                    other = forms.next_form(instance, sent, answer.status, system=system)
+                    other = forms.next_form(instance, encode_request, answer.status, system=system)
                     if other is None:
                         break
-                    sent = other
+                    encode_request = other
             except UpstreamTimeout as error:
                 share = timeout_s / request.config.encode_timeout_s
                 if remote and share >= LATE_SHARE:  # the media's host may have caused the delay
@@ -116,12 +123,12 @@ class Stages:
                 if share < FULL_SHARE:
                     error.outcome = Outcome.LATE if share >= LATE_SHARE else Outcome.NOTHING
                 raise
-            timed.record_status(answer.status)
-            accepted = _accepted(answer, "encode", request, fetches=remote)
-            forms.record_success(instance, sent)
-            if "model" in sent:
-                request.record.learn_model(accepted)
-            return read_encoded(accepted, item.modality)
+            stage.record_status(answer.status)
+            content = _body_of(answer, "encode", request, fetches=remote)
+            forms.record_success(instance, encode_request)
+            if "model" in encode_request:
+                request.record.learn_model(content)
+            return read_encoded(content, item.modality)
 
     async def prefill(
         self, transfer: KVTransfer, handover: Handover, prompt: Prompt, request: Request
@@ -133,24 +140,24 @@ class Stages:
         """
         endpoint, instance, record = request.endpoint, handover.prefill, request.record
         body = endpoint.prefill(prompt.body, transfer.prefill_params(handover))
-        with record.time_stage("prefill", instance.url) as timed:
+        with record.time_stage("prefill", instance.url) as stage:
             answer = await self._upstream.fetch(
                 instance.url + endpoint.path,
                 stage="prefill",
                 headers=request.headers_for(
-                    handover.request_id, timed.span, handover.prefill_rank, mark=prompt.mark
+                    handover.request_id, stage.span, handover.prefill_rank, mark=prompt.mark
                 ),
                 body=endpoint.encode_body(body, request.cuts),
                 timeout_s=request.config.prefill_timeout_s,
             )
-            timed.record_status(answer.status)
-            accepted = _accepted(answer, "prefill", request, fetches=prompt.fetches)
-            record.learn_model(accepted)
-            replied = reply_field(accepted, "kv_transfer_params", stage="prefill")
-            params = transfer.decode_params(handover, replied)
-            usage = prefill_usage(accepted)
+            stage.record_status(answer.status)
+            content = _body_of(answer, "prefill", request, fetches=prompt.fetches)
+            record.learn_model(content)
+            reply = reply_field(content, "kv_transfer_params", stage="prefill")
+            params = transfer.decode_params(handover, reply)
+            usage = prefill_usage(content)
         record.add_prefilled(time.monotonic())
-        return Prefilled(handover, params, replied, usage)
+        return Prefilled(handover, params, reply, usage)
 
     async def decode(  # noqa: PLR0913, PLR0917 - all describe one request
         self,
@@ -191,6 +198,55 @@ class Stages:
         answer = WholeReply(reply.status, reply.headers, content)
         raise _error_of(answer, "decode", request, fetches=prompt.fetches)
 
+    async def wait_beginning(self, reply: Reply, request: Request, *, always_whole: bool) -> None:
+        """Wait until the body of decode's answer has begun; close the answer after a failure.
+
+        The client has seen no byte before the first one of a stream, or the last one of another
+        answer that is read whole, because it is small or `always_whole`. Until then another
+        instance can serve the request.
+
+        Raises:
+            ProxyError: the instance failed, or the answer has no room.
+        """
+        try:
+            if not reply.is_stream:
+                await self._read_whole(reply, request, always_whole=always_whole)
+                return
+            await reply.wait_body(request.config.idle_timeout_s)
+            if request.items:
+                await _check_beginning(reply, request.endpoint.grammar)
+        except BaseException:
+            reply.close()
+            raise
+
+    async def _read_whole(self, reply: Reply, request: Request, *, always_whole: bool) -> None:
+        """Read an answer that is no stream, and count its bytes as they arrive.
+
+        Unless `always_whole`, one beyond `WHOLE_BYTES`, or without room, is read only in part.
+
+        Raises:
+            ProxyError: it was cut off; or it must be whole, and is too large (502) or has no room
+                (503).
+        """
+        memory, size = request.memory, 0
+
+        def may_read(more: int) -> bool:
+            nonlocal size
+            if always_whole:
+                if size + more > self._max_decode_bytes:
+                    raise too_large("decode", self._max_decode_bytes)
+                memory.add(more)
+            elif size + more > self._whole_bytes or not memory.try_add(more):
+                return False
+            size += more
+            return True
+
+        try:
+            await reply.read_ahead(request.config.idle_timeout_s, may_read)
+        except BaseException:
+            memory.remove(size)
+            raise
+
     async def prompt_tokens(
         self, instance: Instance, question: Body, request: Request
     ) -> list[int]:
@@ -226,7 +282,9 @@ class Stages:
         )
         return answer.body if answer.ok else b""
 
-    async def release(self, instance: Instance, body: Body, request: Request) -> None:
+    async def release(
+        self, instance: Instance, body: Body, request: Request, timeout_s: float
+    ) -> None:
         """Ask decode to release the KV blocks of an abandoned prefill.
 
         Decode then notifies the prefill instance, which would otherwise keep the request's KV
@@ -238,17 +296,17 @@ class Stages:
             ProxyError: the release failed.
         """
         endpoint = request.endpoint
-        with request.record.time_stage("release", instance.url) as timed:
-            opened = await self._upstream.open(
+        with request.record.time_stage("release", instance.url) as stage:
+            reply = await self._upstream.open(
                 instance.url + endpoint.path,
                 stage="release",
-                headers=request.headers_for(request.child_id(), timed.span),
+                headers=request.headers_for(request.child_id(), stage.span),
                 body=endpoint.encode_body(
                     endpoint.release(_for_role(body, instance)), request.cuts
                 ),
-                head_timeout_s=RELEASE_TIMEOUT_S,
+                head_timeout_s=timeout_s,
             )
-            with opened as reply:
+            with reply:
                 # A 500 means that the engine had the request, and has notified prefill.
                 if not reply.ok and reply.status != HTTPStatus.INTERNAL_SERVER_ERROR:
                     raise UpstreamFailed(
@@ -269,55 +327,6 @@ def _for_role(body: Body, instance: Instance) -> Body:
     return {name: value for name, value in body.items() if name != "ec_transfer_params"}
 
 
-async def wait_beginning(reply: Reply, request: Request, *, always_whole: bool) -> None:
-    """Wait until the body of decode's answer has begun; close the answer after a failure.
-
-    The client has seen no byte before the first one of a stream, or the last one of another answer
-    that can be held, or is `always_whole`. Until then another instance can serve the request.
-
-    Raises:
-        ProxyError: the instance failed, or the answer has no room.
-    """
-    try:
-        if reply.is_stream:
-            await reply.wait_body(request.config.idle_timeout_s)
-            if request.items:
-                await _check_beginning(reply, request.endpoint.grammar)
-        else:
-            await _read_held(reply, request, always_whole=always_whole)
-    except BaseException:
-        reply.close()
-        raise
-
-
-async def _read_held(reply: Reply, request: Request, *, always_whole: bool) -> None:
-    """Read an answer that is no stream, and count its bytes as they arrive.
-
-    Unless `always_whole`, an answer beyond `HELD_BYTES`, or without room, is read only in part.
-
-    Raises:
-        ProxyError: the answer was cut off, or a whole one is too large (502) or has no room (503).
-    """
-    memory, size = request.memory, 0
-
-    def may_hold(more: int) -> bool:
-        nonlocal size
-        if always_whole:
-            if size + more > MAX_DECODE_BYTES:
-                raise too_large("decode", MAX_DECODE_BYTES)
-            memory.add(more)
-        elif size + more > HELD_BYTES or not memory.try_add(more):
-            return False
-        size += more
-        return True
-
-    try:
-        await reply.read_ahead(request.config.idle_timeout_s, may_hold)
-    except BaseException:
-        memory.remove(size)
-        raise
-
-
 async def _check_beginning(reply: Reply, grammar: Grammar) -> None:
     """Raise the error of a stream that fails before its first token, as without an entry.
 
@@ -330,7 +339,7 @@ async def _check_beginning(reply: Reply, grammar: Grammar) -> None:
         raise UpstreamRejected(status, error, stage="decode", headers=reply.headers)
 
 
-def _accepted(answer: WholeReply, stage: Stage, request: Request, *, fetches: bool) -> bytes:
+def _body_of(answer: WholeReply, stage: Stage, request: Request, *, fetches: bool) -> bytes:
     """Return the body of a 2xx answer; raise an error for any other."""
     if answer.ok:
         return answer.body

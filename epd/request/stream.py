@@ -14,7 +14,7 @@ from epd.request.recorder import Recorder
 
 AFTER_END_S = 1.0
 """Silence after an error in a stream after which its connection is closed, in seconds."""
-UNTAKEN_BYTES = 64 * 1024
+UNSENT_BYTES = 64 * 1024
 """With more unsent bytes than this, each write waits for the client."""
 
 
@@ -77,11 +77,11 @@ class StreamRelay:
     async def _relay(self, idle_s: float) -> bool:
         """Relay some events. Return whether the stream has ended."""
         transport = self._transport
-        if transport.get_write_buffer_size() <= UNTAKEN_BYTES and not transport.is_closing():
+        if transport.get_write_buffer_size() <= UNSENT_BYTES and not transport.is_closing():
             ended = await self._reply.pour_body(self._write, idle_s)
         elif chunk := await self._reply.chunk(idle_s):
             ended = False
-            if events := self._aligned(chunk):
+            if events := self._whole_events(chunk):
                 await self._stream.write(events)
         else:
             ended = True
@@ -91,18 +91,18 @@ class StreamRelay:
 
     def _write(self, chunk: bytes) -> bool:
         """Write the complete events. Return whether more can be written at once."""
-        events, transport = self._aligned(chunk), self._transport
+        events, transport = self._whole_events(chunk), self._transport
         if transport.is_closing():  # uvloop raises on a write to a closed transport
             return False
         if events:
             transport.write(b"%x\r\n%b\r\n" % (len(events), events) if self._chunked else events)
         return (
-            transport.get_write_buffer_size() <= UNTAKEN_BYTES
+            transport.get_write_buffer_size() <= UNSENT_BYTES
             and not self._aligner.ended
             and self._failure is None
         )
 
-    def _aligned(self, chunk: bytes) -> bytes:
+    def _whole_events(self, chunk: bytes) -> bytes:
         try:
             events = self._aligner.feed(chunk)
         except ValueError:
@@ -116,11 +116,12 @@ class StreamRelay:
             self._answer.engine_died = True
         if events and self._time_events(events):
             self._answer.end_claims()  # decode has encoded the items
-        relayed = events if self._capture is None else self._capture(events)
+        if self._capture is not None:
+            events = self._capture(events)
         if usage := self._answer.usage:
-            relayed = with_usage(relayed, usage)
-        self._record.add_answer(len(relayed))
-        return relayed
+            events = with_usage(events, usage)
+        self._record.add_answer(len(events))
+        return events
 
     def _time_events(self, events: bytes) -> bool:
         """Record the time of events with tokens; return whether they are the first ones."""

@@ -79,11 +79,11 @@ class Warmup:
         except ProxyError as error:
             param = error.param and error.param.removeprefix("messages[0].")
             raise error.at_param(param) from error.__cause__
-        found = await self._stored(self._cache, request.body.get("model"), encoded_items)
-        data = [_described(encoded_item, request.body, found) for encoded_item in encoded_items]
+        entries = await self._wait_entries(self._cache, request.body.get("model"), encoded_items)
+        data = [_media_shown(encoded_item, request.body, entries) for encoded_item in encoded_items]
         return {"object": "list", "data": data}
 
-    async def _stored(
+    async def _wait_entries(
         self, cache: EncoderCache, model: str | None, encoded_items: Sequence[EncodedItem]
     ) -> Mapping[str, EntryInfo]:
         identifiers = {encoded_item.facts.identifier for encoded_item in encoded_items}
@@ -95,9 +95,9 @@ class Warmup:
                 for encoded_item in encoded_items
                 if (namespace := encoded_item.facts.namespace or cache.namespace(model))
             }
-            found = await cache.find_entries(list(keys), patient=True)
-            if found is not None and len(found) == len(keys) >= len(identifiers):
-                return {key.identifier: info for key, info in found.items()}
+            entries = await cache.find_entries(list(keys), patient=True)
+            if entries is not None and len(entries) == len(keys) >= len(identifiers):
+                return {key.identifier: info for key, info in entries.items()}
             await asyncio.sleep(POLL_S)
         raise no_store(
             "the encode instances' outputs did not reach the store: check that they use "
@@ -129,8 +129,10 @@ def parse(raw: bytes | bytearray) -> Body:
     return {**body, "messages": [{"role": "user", "content": content}]}
 
 
-def _described(encoded_item: EncodedItem, body: Body, found: Mapping[str, EntryInfo]) -> MediaShown:
-    key, info = metadata_uuid(encoded_item, body), found[str(encoded_item.facts.identifier)]
+def _media_shown(
+    encoded_item: EncodedItem, body: Body, entries: Mapping[str, EntryInfo]
+) -> MediaShown:
+    key, info = metadata_uuid(encoded_item, body), entries[str(encoded_item.facts.identifier)]
     return {
         "object": "media",
         "modality": encoded_item.item.modality,

@@ -32,10 +32,14 @@ class Retries:
         jitter_s: returns a random delay between two numbers of seconds.
     """
 
-    def __init__(self, patience_s: float = PATIENCE_S) -> None:
+    def __init__(
+        self, patience_s: float = PATIENCE_S, *, share: float = SHARE, least: int = LEAST
+    ) -> None:
         """Start without requests. A retry waits at most `patience_s` seconds for its place."""
         self.requests = 0
         self._patience_s = patience_s
+        self._share = share
+        self._least = least
         # A generator of its own: other code in the process may seed the module's one.
         self.jitter_s = random.Random().uniform  # noqa: S311 - no secret
         self._again = 0
@@ -66,7 +70,7 @@ class Retries:
         return True
 
     def _admit(self) -> None:
-        most = max(LEAST, math.ceil(SHARE * self.requests))
+        most = max(self._least, math.ceil(self._share * self.requests))
         while self._waiting and self._again < most:
             place = self._waiting.popleft()
             if not place.done():

@@ -69,8 +69,8 @@ class ECTransfer:
     def missing_field(self, facts: OutputFacts) -> str | None:
         """Return the first field of `handle` that an output's report lacks; None if it has all."""
         entries = facts.params.values()
-        lacking = (name for entry in entries for name in self.handle if name not in entry)
-        return next(lacking, None)
+        names = (name for entry in entries for name in self.handle if name not in entry)
+        return next(names, None)
 
     def consumer_params(self, outputs: Iterable[OutputFacts]) -> Params:
         """Return the `ec_transfer_params` of the consumer's request; empty for none."""

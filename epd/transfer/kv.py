@@ -150,13 +150,13 @@ def host_and_ports(address: str, ports: int) -> list[str]:
     Raises:
         ValueError: the address is invalid.
     """
-    host, *found = address.rsplit(":", ports)
-    numbers = [number for port in found for number in port.split("+")]
+    host, *port_lists = address.rsplit(":", ports)
+    numbers = [number for port in port_lists for number in port.split("+")]
     valid = all(PORT.fullmatch(number) and 0 < int(number) < 2**16 for number in numbers)
-    if not valid or not HOST.fullmatch(host) or len(found) < ports:
+    if not valid or not HOST.fullmatch(host) or len(port_lists) < ports:
         form = "host" + ":port" * ports
         raise ValueError(f"{address!r} is not an address such as {form}")
-    return [host, *found]
+    return [host, *port_lists]
 
 
 class WithoutParams(KVTransfer):

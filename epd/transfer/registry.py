@@ -63,12 +63,12 @@ def load_ec_transfer(name: str) -> ECTransfer:
 @cache
 def _plugin(group: str, name: str, known: Sequence[str]) -> Any:
     """Return the object of an entry point. Cached: this reads the metadata of all packages."""
-    installed = entry_points(group=group)
-    if name not in installed.names:
+    plugins = entry_points(group=group)
+    if name not in plugins.names:
         raise ValueError(
-            f"there is no transfer {name!r}, only {', '.join([*known, *sorted(installed.names)])}"
+            f"there is no transfer {name!r}, only {', '.join([*known, *sorted(plugins.names)])}"
         )
     try:
-        return installed[name].load()
+        return plugins[name].load()
     except (ImportError, AttributeError) as error:
         raise ValueError(f"the entry point {name!r} of {group}: {error}") from error

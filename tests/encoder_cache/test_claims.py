@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 
 from ec_store import Entry, EntryKey, Store, StoreUnavailable
 from ec_store.disk.store import SharedDiskStore
-from epd.encoder_cache.claims import Claim, Claims, Lookup, Waited
+from epd.encoder_cache.claims import Claim, Claims, Lookup, WaitResult
 from epd.encoder_cache.client import EncoderCache
 from tests.support.backed import NAMESPACE, Backed, cache_settings, opened_cache
 from tests.support.fleet import until
@@ -182,14 +182,14 @@ async def test_no_wait_lasts_for_an_entry_that_did_not_appear(backed: Backed, ur
         async with looked(claims, "a", "b"):
             make(claims, KEYS[0])
             other = taken(claims, KEYS[1])
-            assert await claims.wait(KEYS[1], 0.04) == Waited()
+            assert await claims.wait(KEYS[1], 0.04) == WaitResult()
             assert not claims.is_late(KEYS[1])
             claim = (await claims.wait(KEYS[0], 3600)).claim
             assert claim is not None
-            assert await claims.wait(KEYS[1], 0.1) == Waited()
+            assert await claims.wait(KEYS[1], 0.1) == WaitResult()
             assert claims.is_late(KEYS[0])
             assert claims.is_late(KEYS[1])
-            assert [await claims.wait(key, 3600) for key in KEYS] == [Waited(), Waited()]
+            assert [await claims.wait(key, 3600) for key in KEYS] == [WaitResult(), WaitResult()]
             claim.end(entry_coming=False)
             other.end(entry_coming=False)
         assert claims.is_late(KEYS[0])
@@ -239,10 +239,10 @@ async def test_a_store_that_takes_no_claims_is_still_looked_into(
     put(backed.store, KEYS[0])
     monkeypatch.setattr(SharedDiskStore, "claim", away)
     async with claiming(url) as claims, looked(claims, "a", "b") as look:
-        assert list(look.found or {}) == KEYS[:1]
+        assert list(look.entries or {}) == KEYS[:1]
         assert look.claimed_keys is None
         async with asyncio.timeout(90):
-            assert await claims.wait(KEYS[1], 3600) == Waited()
+            assert await claims.wait(KEYS[1], 3600) == WaitResult()
 
 
 async def test_a_cache_can_close_while_it_learns_a_namespace(backed: Backed, url: str) -> None:

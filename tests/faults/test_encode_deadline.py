@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from epd.request.encode import AT_ONCE
+from epd.request.encode import AT_ONCE, Encoder
 from epd.request.encode_job import MAX_RETRIES
-from epd.routing import retries
+from epd.routing.retries import Retries
+from epd.server import app as proxy_app
 from epd.upstream import Upstream, WholeReply
 from tests.faults.test_encode import busy, encoded
 from tests.requests import image, png, request
@@ -81,8 +82,8 @@ async def test_an_item_with_a_fallback_does_not_wait_for_the_retry_budget(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With places for no retry, a wait would last for the whole patience."""
-    monkeypatch.setattr(retries, "LEAST", 0)
-    monkeypatch.setattr(retries, "SHARE", 0.0)
+    no_place = Retries(least=0, share=0.0)
+    monkeypatch.setattr(proxy_app, "Encoder", partial(Encoder, _retries=no_place))
     async with launch(encode=2, encode_timeout_s=600, on_encode_failure="local") as fleet:
         for instance in fleet.encode:
             instance.chat = refuses(500)

@@ -252,7 +252,7 @@ async def test_the_engine_id_of_a_replaced_prefill_instance_is_fetched_again(
 async def test_facts_about_a_connector_expire(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(proxy_app, "PeerRegistry", partial(PeerRegistry, _known_s=0.0))
+    monkeypatch.setattr(proxy_app, "PeerRegistry", partial(PeerRegistry, _ttl_s=0.0))
     async with strict(launch, "mooncake") as (fleet, wire):
         for n in range(3):
             wire.engines[0] = {"0": f"engine-{n}"}

@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from epd.request.stages import HELD_BYTES
+from epd.request.stages import WHOLE_BYTES
 from epd.server.app_keys import ADMISSION
 from epd.server.whole_response import JOINED_BYTES
 from tests.faults.scripted import Scripted, answer, chunked, hold, read_request, reset, send, wait
@@ -17,7 +17,7 @@ from tests.support.fake_instance import Handler
 from tests.support.fleet import Fleet, Launch, until
 from tests.support.raw import connected, post
 
-CONTENT = bytes(range(32, 127)) * (4 * HELD_BYTES // 95)
+CONTENT = bytes(range(32, 127)) * (4 * WHOLE_BYTES // 95)
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
@@ -29,7 +29,7 @@ def says(content: bytes) -> Handler:
 
 
 @pytest.mark.parametrize(
-    "size", [JOINED_BYTES, JOINED_BYTES + 1, HELD_BYTES, HELD_BYTES + 1, len(CONTENT)]
+    "size", [JOINED_BYTES, JOINED_BYTES + 1, WHOLE_BYTES, WHOLE_BYTES + 1, len(CONTENT)]
 )
 async def test_a_large_answer_arrives_unchanged_with_its_length(launch: Launch, size: int) -> None:
     async with launch() as fleet:
@@ -82,8 +82,8 @@ async def test_a_large_answer_that_breaks_off_is_cut_off_for_the_client(
 
 @pytest.mark.fault(37)
 async def test_an_answer_that_breaks_off_while_it_is_held_is_tried_again(launch: Launch) -> None:
-    part = CONTENT[: HELD_BYTES // 2]
-    script = [read_request(), send(answer(part, length=HELD_BYTES)), wait(0.1), reset()]
+    part = CONTENT[: WHOLE_BYTES // 2]
+    script = [read_request(), send(answer(part, length=WHOLE_BYTES)), wait(0.1), reset()]
     async with (
         Scripted(script).running() as first,
         Scripted([read_request(), send(answer(part)), hold()]).running() as second,
@@ -127,7 +127,7 @@ async def test_large_answers_that_clients_do_not_read_are_held_in_part_and_count
         stream = web.StreamResponse(headers={"Content-Type": "application/json"})
         await stream.prepare(asked)
         for _part in range(32):
-            await stream.write(b"x" * HELD_BYTES)
+            await stream.write(b"x" * WHOLE_BYTES)
             sent += 1
         return stream
 
@@ -135,20 +135,20 @@ async def test_large_answers_that_clients_do_not_read_are_held_in_part_and_count
         fleet.d.chat = chat
         await unread(fleet, stack, 4)
         admission = fleet.runner.app[ADMISSION]
-        await until(lambda: admission.body_bytes >= 4 * HELD_BYTES)
+        await until(lambda: admission.body_bytes >= 4 * WHOLE_BYTES)
         before = -1
         while before < sent:  # until decode waits
             before = sent
             await asyncio.sleep(0.5)
 
         assert sent < 4 * 16  # buffers of the kernel included, of 4 * 32
-        assert admission.body_bytes < 4 * 2 * HELD_BYTES
+        assert admission.body_bytes < 4 * 2 * WHOLE_BYTES
 
 
 @pytest.mark.fault(46)
 async def test_an_answer_without_room_is_relayed_and_not_refused(launch: Launch) -> None:
     async with launch(max_inflight_bytes=64 * 1024) as fleet:
-        fleet.d.chat = says(CONTENT[: HELD_BYTES // 2])
+        fleet.d.chat = says(CONTENT[: WHOLE_BYTES // 2])
         async with fleet.post(request(text())) as reply:
-            assert (reply.status, await reply.read()) == (200, CONTENT[: HELD_BYTES // 2])
+            assert (reply.status, await reply.read()) == (200, CONTENT[: WHOLE_BYTES // 2])
         assert fleet.runner.app[ADMISSION].refused == {}

@@ -1,12 +1,15 @@
 """Row 76: media URLs that engines cannot fetch."""
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import pytest
 from aiohttp import web
 from structlog.testing import capture_logs
 
+from epd.request.encode import Encoder
+from epd.server import app as proxy_app
 from tests.requests import image, request, text
 from tests.support.fake_instance import Handler, decodes, encodes, fails_first, hangs, refuses
 from tests.support.fleet import Launch
@@ -76,7 +79,7 @@ async def test_a_failed_media_fetch_is_retried_at_one_more_instance(launch: Laun
 @pytest.fixture
 def late_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take a fetch that failed after 0.2 s for one that the instance has already retried."""
-    monkeypatch.setattr("epd.request.encode_retries.FETCH_AGAIN_S", 0.2)
+    monkeypatch.setattr(proxy_app, "Encoder", partial(Encoder, _fetch_again_s=0.2))
 
 
 @pytest.mark.usefixtures("late_soon")

@@ -1,8 +1,13 @@
 """Row 48: an instance that closes an idle connection just when the proxy reuses it."""
 
+from functools import partial
+
 import pytest
 
 from epd.http.connection import STALE_S
+from epd.request.pipeline import Pipeline
+from epd.routing.retries import Retries
+from epd.server import app as proxy_app
 from tests.faults.scripted import (
     Script,
     Scripted,
@@ -36,8 +41,9 @@ async def outcome(script: Script, requests: int) -> tuple[list[int], int]:
 
 @pytest.fixture(autouse=True)
 def _one_try(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the request itself would be retried."""
-    monkeypatch.setattr("epd.request.recovery.MAX_FAILURES", 1)
+    """Leave no room for retries: otherwise the request itself would be retried."""
+    no_place = Retries(patience_s=0.0, least=0, share=0.0)
+    monkeypatch.setattr(proxy_app, "Pipeline", partial(Pipeline, _retries=no_place))
 
 
 @pytest.mark.parametrize("end", [close(), reset()], ids=["closed", "reset"])

@@ -1,12 +1,15 @@
 """Rows 30 to 35 and 44: prefill and decode instances that fail before an answer has started."""
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import pytest
 from aiohttp import web
 
 from epd.request.recovery import MAX_ATTEMPTS, MAX_FAILURES
+from epd.request.releases import Releases
+from epd.server import app as proxy_app
 from tests.requests import image, request, text
 from tests.support.fake_instance import (
     KV_PARAMS,
@@ -346,7 +349,7 @@ async def test_decode_gets_a_release_for_an_abandoned_prefill(launch: Launch, st
 async def test_a_release_is_sent_once_with_a_timeout(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("epd.request.stages.RELEASE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(proxy_app, "Releases", partial(Releases, _timeout_s=0.2))
     async with launch(prefill=1) as fleet:
         fleet.d.chat = hangs
         task = asyncio.create_task(fleet.chat(request(text())))

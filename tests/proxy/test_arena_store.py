@@ -150,7 +150,7 @@ async def test_a_claim_of_another_proxy_is_not_taken(backed: Backed, url: str) -
     async with opened_cache(url, cache_settings(lease_s=60)) as cache:
         lookup = await Claims(cache).look_up(KEYS)
 
-        assert list(lookup.found or ()) == KEYS[:1]
+        assert list(lookup.entries or ()) == KEYS[:1]
         assert lookup.claimed_keys == KEYS[2:]
 
 

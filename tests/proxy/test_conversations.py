@@ -5,6 +5,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,21 @@ from pydantic import SecretStr
 from structlog.testing import capture_logs
 
 from epd.conversations.entry import parse_entry
-from epd.request import stages
+from epd.request.stages import Stages
 from epd.routing.instances import Role
+from epd.server import app as proxy_app
 from epd.server.api_routes import CONVERSATIONS
 from epd.server.app_keys import ADMISSION, TABLE
 from tests.requests import image
 from tests.support.clients import ALICE, BOB, bearer
-from tests.support.fake_instance import FakeInstance, drops, fails_first, hangs, refuses
+from tests.support.fake_instance import (
+    FakeInstance,
+    Handler,
+    drops,
+    fails_first,
+    hangs,
+    refuses,
+)
 from tests.support.fake_turns import PICTURE, WRONG, Turns, rendered
 from tests.support.fleet import Fleet, Launch, until
 from tests.support.redis_server import RedisServer
@@ -102,7 +111,7 @@ def entries(fleet: Fleet) -> tuple[int | None, int]:
 async def test_a_turn_with_a_too_large_answer_is_not_retried(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stages, "MAX_DECODE_BYTES", 100)
+    monkeypatch.setattr(proxy_app, "Stages", partial(Stages, max_decode_bytes=100))
     async with talking(launch, Turns(), prefill=1, decode=2) as fleet:
         body = {"messages": [{"role": "user", "content": "a"}], "conversation_id": "talk"}
         async with fleet.post({"model": "m", **body}) as reply:
@@ -116,7 +125,7 @@ async def test_a_turn_with_a_too_large_answer_is_not_retried(
 async def test_the_answer_to_a_turn_is_held_whole_and_counts(
     launch: Launch, monkeypatch: pytest.MonkeyPatch, room: int, status: int
 ) -> None:
-    monkeypatch.setattr(stages, "HELD_BYTES", 10)
+    monkeypatch.setattr(proxy_app, "Stages", partial(Stages, whole_bytes=10))
     config = {"max_inflight_bytes": room}
     async with talking(launch, Turns(), **config) as fleet:
         body = {"messages": [{"role": "user", "content": "a"}], "conversation_id": "talk"}
@@ -560,6 +569,29 @@ async def test_a_prefill_that_has_not_tried_to_read_reads_the_next_conversations
         fleet.p.chat = computes
         assert await talk.ask(LONG) != WRONG
         assert len(turns.read) == 1
+
+
+@pytest.mark.parametrize(("fault", "dies"), [(refuses(404), False), (drops, True)])
+async def test_a_turn_is_computed_if_its_prompt_cannot_be_tokenized(
+    launch: Launch, fault: Handler, dies: bool
+) -> None:
+    turns = Turns()
+    async with talking(launch, turns, prefill=2) as fleet:
+        talk = Talk(fleet)
+        await talk.ask(LONG)
+        [first] = [instance for instance in fleet.prefill if instance.calls]
+        computes = first.chat
+
+        async def chat(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            asked = fault if request.path == "/tokenize" else computes
+            return await asked(request, body)
+
+        first.chat = chat
+        assert await talk.ask(LONG) != WRONG
+        assert not turns.read
+        paths = [call.path for call in first.calls[1:]]
+        assert paths[0] == "/tokenize"
+        assert (paths[-1] == "/tokenize") is dies  # the other instance prefills
 
 
 async def test_a_client_that_leaves_leaves_nothing(launch: Launch) -> None:

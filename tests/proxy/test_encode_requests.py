@@ -8,6 +8,7 @@ import pytest
 from aiohttp import web
 
 from epd.policies.policy import Course
+from epd.request.attempt import Attempt
 from epd.request.encode_job import EncodeJob
 from epd.request.request import Request
 from tests.requests import image, request, text
@@ -167,7 +168,7 @@ def test_requests_share_an_encode_only_if_no_instance_can_refuse_one_of_them() -
     def sharing(headers: dict[str, str] | None = None, **fields: Any) -> Hashable:
         body = {"model": "m", **request(image(), text("a question")), **fields}
         asked = Request("id", headers or {}, CONFIG, body=body)
-        return EncodeJob(asked, Course()).sharing
+        return EncodeJob(Attempt(asked, Course(), [])).sharing
 
     others = [
         sharing({"Authorization": "Bearer other"}),

@@ -15,13 +15,21 @@ from pydantic import ValidationError
 from structlog.testing import capture_logs
 
 import epd
-from ec_store import open_store
+from ec_store import EntryKey, open_store
 from ec_store.arena.store import ArenaStore
 from tests.ec_store.arena.remote import KEY, free_port
 from tests.proxy.test_remote_store import served
 from tests.requests import image, request
 from tests.support.backed import BUDGET_S, NAMESPACE, Backed, items_of, registered
-from tests.support.fake_instance import FakeInstance, decodes, encodes, page, refuses
+from tests.support.fake_instance import (
+    FakeInstance,
+    after,
+    decodes,
+    encodes,
+    fails_first,
+    page,
+    refuses,
+)
 from tests.support.fleet import Fleet, Launch, until
 from tests.support.redis_server import RedisServer
 
@@ -401,3 +409,30 @@ async def test_a_consumer_in_reach_is_preferred_to_one_without_a_server(
             assert await items_of(fleet, request(image(b"%d" % number))) == {"encoded": 1}
 
         assert calls(fleet.decode) == [6, 0]
+
+
+async def test_claims_on_a_host_end_when_the_consumer_of_a_retry_is_on_another(
+    launch: Launch, tmp_path: Path
+) -> None:
+    config = {"policies": "encode_local", "encode": 0, "decode": 2}
+    gate = asyncio.Event()
+    chat = fails_first(1, refuses(503), after(gate, decodes))
+    async with two_hosts(tmp_path) as hosts, fleet_of(launch, **config) as fleet:
+        for each, decode in zip(hosts, fleet.decode, strict=True):
+            each.writes = True
+            each.has(decode)
+            decode.chat = chat
+        await known(*hosts)
+        asked = asyncio.create_task(items_of(fleet, request(image(b"1"))))
+        await until(lambda: calls(fleet.decode) == [1, 1])
+        key = EntryKey(NAMESPACE, fleet.d.calls[0].parts[0]["uuid"])
+
+        def claimed() -> list[bool]:
+            claims = [each.store.claim([key], "asks", 60)[0] for each in hosts]
+            for each in hosts:
+                each.store.release([key], "asks")
+            return claims
+
+        await until(lambda: claimed().count(True) == 1)
+        gate.set()
+        assert await asked == {"local": 1}

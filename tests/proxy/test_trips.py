@@ -131,8 +131,8 @@ async def answered(fleet: Fleet, body: dict[str, Any]) -> None:
     ("start", "most"),
     [
         (text_e_pd, Trip(49, 226, 48)),
-        (picture_e_p_d, Trip(78, 468, 77)),
-        (picture_hit, Trip(73, 385, 69)),
+        (picture_e_p_d, Trip(78, 466, 77)),
+        (picture_hit, Trip(73, 381, 69)),
     ],
 )
 async def test_no_trip_grows(
@@ -148,7 +148,7 @@ async def test_no_trip_grows_with_servers_that_encode(launch: Launch, both: Both
         async def ask(number: int) -> None:
             await answered(fleet, request(image(png(100, 100 + number)), stream=True))
 
-        await check_trip("picture_1epd", ask, Trip(69, 382, 72))
+        await check_trip("picture_1epd", ask, Trip(69, 378, 72))
 
 
 async def check_trip(name: str, ask: Callable[[int], Awaitable[object]], most: Trip) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from epd.request.stages import HELD_BYTES
+from epd.request.stages import WHOLE_BYTES
 from tests.requests import text
 from tests.support.fake_instance import KV_PARAMS, Handler, refuses, streams
 from tests.support.fleet import Fleet, Launch
@@ -126,7 +126,7 @@ async def test_usage_in_an_answer_that_is_too_large_to_be_held_is_that_of_prefil
     async def large(http: web.Request, _: dict[str, Any]) -> web.Response:
         return web.json_response({**before, **written(http.path, 0), **after})
 
-    before, after = {"logprobs": "a" * 3 * HELD_BYTES}, {"kv_transfer_params": "b" * 4096}
+    before, after = {"logprobs": "a" * 3 * WHOLE_BYTES}, {"kv_transfer_params": "b" * 4096}
 
     async with launch(prefill=1) as fleet:
         fleet.p.chat, fleet.d.chat = prefilling(256), large

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from epd.policies.builtin import EncodePrefillDecode
+from epd.policies.policy import Course
 from tests.requests import Part, image, input_audio, request, text, video
 from tests.support.fake_instance import KV_PARAMS, REPLY, STREAM
 from tests.support.fleet import Launch
@@ -90,6 +92,18 @@ async def test_requests_for_one_engine_go_to_decode_with_their_media(
         [call] = fleet.d.calls
         assert without_uuids(call.parts) == [text(), *MEDIA]
         assert "kv_transfer_params" not in call.body
+
+
+async def test_no_policy_sends_prefill_a_request_that_it_cannot_serve(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EncodePrefillDecode, "course", lambda *_: Course())
+    async with launch(prefill=1) as fleet:
+        status, _ = await fleet.chat(request(text(), *MEDIA, n=2))
+
+        assert (status, fleet.p.calls) == (200, [])
+        [call] = fleet.d.calls
+        assert without_uuids(call.parts) == [text(), *MEDIA]
 
 
 async def test_encode_instances_that_come_by_a_file_are_waited_for(

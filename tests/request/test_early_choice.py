@@ -9,6 +9,7 @@ import pytest
 from ec_store.entry import EntryInfo
 from ec_store.keys import EntryKey
 from epd.encoder_cache.identity import Identifiers
+from epd.policies.policy import Course
 from epd.request.attempt import Attempt
 from epd.request.early_choice import EarlyChoice
 from epd.routing.instances import Instance, Role
@@ -39,7 +40,7 @@ def fleet(encoders: str, consumers: str, tiers: Mapping[str, str]) -> tuple[Earl
 
 def attempt(items: int) -> Attempt:
     request = SimpleNamespace(items=[object()] * items, body={})
-    return Attempt(cast("Any", request), cast("Any", None))
+    return Attempt(cast("Any", request), Course(), [])
 
 
 def entries(*sizes: int) -> dict[EntryKey, EntryInfo]:

@@ -26,7 +26,7 @@ from epd.errors import (
     UpstreamUnreachable,
 )
 from epd.policies.policy import Course
-from epd.request.attempt import Attempt, SendForm
+from epd.request.attempt import NO_PROMPT, Attempt, SendForm
 from epd.request.encode_retries import (
     ENCODE_RULES,
     FETCH_AGAIN_S,
@@ -46,7 +46,7 @@ from epd.transfer.encoded import EncodedItem, OutputFacts, Prompt
 from tests.requests import image, request, text
 
 CONFIG = epd.ProxyConfig(encode_servers_urls=("http://e:1",), decode_servers_urls=("http://d:1",))
-FIRST = Attempt(Request("r", {}, CONFIG), Course())
+FIRST = Attempt(Request("r", {}, CONFIG), Course(), [])
 FAIL = Request("r", {}, CONFIG.model_copy(update={"on_prefill_failure": "fail"}))
 """A request that decode may not prefill."""
 P1, P2 = (Instance(Role.PREFILL, f"http://p{number}:1") for number in (1, 2))
@@ -76,12 +76,13 @@ def failure(  # noqa: PLR0913 - the parts of a failure
     if items is not None:
         attempt = attempt._replace(encoded_items=items)
     sent = Prompt({}, depends=True, bare=(item(),))._replace(**prompt)
+    attempt = attempt._replace(prompt=sent)
     at_prefill = error.stage == "prefill" and tried is not None
     prefill = P1 if at_prefill or prefilled or reads_back else None
     decode = D1 if error.stage != "prefill" and tried is not None else None
     if not local:
         attempt = attempt._replace(request=FAIL)
-    return FailedAttempt(attempt, error, others, sent, prefill, decode, reads_back)
+    return FailedAttempt(attempt, error, others, prefill, decode, reads_back)
 
 
 def failed(stage: Stage, answered: int | None = None) -> UpstreamFailed:
@@ -281,9 +282,9 @@ def test_a_row_makes_the_next_attempt(
     attempt = next_attempt(case)
 
     # An attempt keeps the fields of the one before, but for those named here.
-    unsaid: dict[str, Any] = {}
+    unsaid: dict[str, Any] = {"prompt": NO_PROMPT}
     if changes.get("reencode"):
-        unsaid = {"encoded_items": None, "form": SendForm.MEDIA}
+        unsaid |= {"encoded_items": None, "form": SendForm.MEDIA}
     if case.prefill is not None:
         unsaid |= {"avoided_prefills": (P1,), "resent": True}
     assert attempt == case.attempt._replace(**unsaid | changes)

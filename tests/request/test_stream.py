@@ -98,7 +98,7 @@ STREAMS = {
 
 def answer_of(reply: Reply) -> DecodeAnswer:
     nothing: Any = None
-    return DecodeAnswer(reply, None, None, {}, nothing, nothing, Watched(), ())
+    return DecodeAnswer(reply, None, None, {}, nothing, nothing, Watched(), (), [])
 
 
 async def relayed(path: str, chunks: list[bytes]) -> tuple[bytes, list[tuple[bytes, bool, int]]]:

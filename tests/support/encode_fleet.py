@@ -16,6 +16,7 @@ import epd
 from ec_store import EntryKey
 from epd.api.items import MMItem
 from epd.policies.policy import Course, ItemRule
+from epd.request.attempt import Attempt
 from epd.request.encode_job import EncodeJob, MissingItem
 from epd.request.item_tokens import PIXELS_PER_TOKEN, predict_tokens
 from epd.request.placement import Placement
@@ -140,7 +141,7 @@ class EncodeFleet:
             pixels=tokens * PIXELS_PER_TOKEN,
         )
         request = Request("r", {}, CONFIG, body={"model": "m"}, items=[item])
-        job = EncodeJob(request, Course(items=self.rule))
+        job = EncodeJob(Attempt(request, Course(items=self.rule), []))
         missing = MissingItem(item, None, EntryKey("n", "key"), predict_tokens(item))
         [placed] = self._placement.place_items(job, [missing])
         return placed
