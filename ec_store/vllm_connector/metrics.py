@@ -18,8 +18,6 @@ logger = logging.getLogger("vllm.ec_store")
 NAMESPACE = "namespace"
 """Name under which the scheduler's namespace, a text, is sent with the metrics."""
 
-TEXTS = (NAMESPACE,)
-
 COUNTERS = {
     "hits": "Entries fetched from the store.",
     "misses": "Entries that were looked up and are not in the store.",
@@ -76,7 +74,7 @@ class StoreConnectorStats(ECConnectorStats):
         """Return the sum of the counts, all observations, and the later gauges, from `other`."""
         merged = dict(self.data)
         for name, value in other.data.items():
-            replaces = name in GAUGES or name in TEXTS or name not in merged
+            replaces = name in GAUGES or name == NAMESPACE or name not in merged
             merged[name] = value if replaces else merged[name] + value
         return StoreConnectorStats(merged)
 
@@ -85,7 +83,7 @@ class StoreConnectorStats(ECConnectorStats):
         return {
             name: sum(value) / len(value) if isinstance(value, list) else value
             for name, value in self.data.items()
-            if name not in TEXTS
+            if name != NAMESPACE
         }
 
     def is_empty(self) -> bool:
