@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar, get_args
 import msgspec
 
 from ec_store.arena.extents import Extent
-from ec_store.base import MemoryStats
+from ec_store.base import LONGEST_S, MemoryStats
 from ec_store.entry import MAX_HEADER_BYTES
 from ec_store.keys import MAX_OWNER_BYTES, MAX_PART_BYTES
 
@@ -31,9 +31,6 @@ LENGTH_BYTES = 4
 
 MAX_KEY_CHARACTERS = 512
 """Upper bound of the key in a `Hello`."""
-
-LONGEST_S = 3600.0
-"""Upper bound in seconds of leases and claims."""
 
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=LONGEST_S)]
 Size = Annotated[int, msgspec.Meta(ge=0, le=2**62)]

@@ -69,20 +69,12 @@ def remote_options(url: str, environment: Mapping[str, str] = os.environ) -> Rem
             raise ValueError(f"{name} needs a shm+tls:// URL")
         if given.get(name) == "":
             raise ValueError(f"{name} must not be empty")
-    timeout_s = given.get("timeout", TIMEOUT_S)
+    timeout_s = given.pop("timeout", TIMEOUT_S)
     if timeout_s <= 0:
         raise ValueError("timeout must be greater than 0")
     key = environment.get(KEY_VARIABLE, "")
     check_key(key)
-    return RemoteOptions(
-        parts.hostname or "",
-        port,
-        secure,
-        key,
-        given.get("ssl_ca_certs"),
-        timeout_s,
-        given.get("server_name"),
-    )
+    return RemoteOptions(parts.hostname or "", port, secure, key, timeout_s=timeout_s, **given)
 
 
 def is_of_hosts(url: str) -> bool:

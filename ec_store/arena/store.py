@@ -16,7 +16,6 @@ from ec_store.arena.extents import Extent
 from ec_store.arena.fields import (
     claim_request,
     encode_header,
-    encode_name,
     entry_infos,
     find_request,
     found_or_claimed,
@@ -32,7 +31,6 @@ from ec_store.arena.fields import (
 from ec_store.arena.index import Refusal
 from ec_store.arena.memory import Bytes, copy_in, copy_out
 from ec_store.arena.protocol import (
-    LONGEST_S,
     ArenaRequest,
     Begin,
     Begun,
@@ -50,12 +48,12 @@ from ec_store.arena.protocol import (
     Row,
 )
 from ec_store.arena.url import ArenaOptions
-from ec_store.base import Listed, Store, StoreStats
+from ec_store.base import LONGEST_S, Listed, Store, StoreStats
 from ec_store.buffers import Buffers
 from ec_store.counts import Counts
 from ec_store.entry import Entry, EntryInfo, HeldEntry
 from ec_store.errors import CorruptEntry, EntryTooLarge, StoreUnavailable
-from ec_store.keys import EntryKey
+from ec_store.keys import EntryKey, encode_name
 
 R = TypeVar("R", bound=Message)
 
@@ -198,7 +196,7 @@ class ArenaStore(Store):
             yield replace(_listed(row), problem=self._problem(row.digest, fix=fix))
 
     def stats(self) -> StoreStats:
-        return stats_of(self._ask(GetStats()), self._process_counts())
+        return stats_of(self._ask(GetStats()), self.counts)
 
     def register_namespace(self, model: str, namespace: str) -> None:
         self._ask(Register(encode_name(model), encode_name(namespace)))
@@ -358,18 +356,6 @@ class EntryWrite:
         except (CorruptEntry, StoreUnavailable) as error:
             self.abort()
             raise StoreUnavailable(f"the place of a write is unusable: {error}") from None
-
-    def entry(
-        self,
-        dtype: str,
-        shape: tuple[int, ...],
-        modality: str,
-        metadata: Mapping[str, Any],
-        encode_s: float = 0.0,
-    ) -> PlacedEntry:
-        """Return the entry that was written, for `commit`."""
-        parts = [part.data.toreadonly() for part in self.parts]
-        return PlacedEntry(dtype, shape, modality, metadata, self.place, parts, encode_s)
 
     def commit(self, entry: HeldEntry) -> bool:
         """Store the entry; return False if another one of its key was stored first.

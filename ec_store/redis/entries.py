@@ -10,7 +10,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ec_store.buffers import Buffers
-from ec_store.entry import Entry, EntryInfo, checksum, decode, header_length, read_header
+from ec_store.entry import (
+    Entry,
+    EntryInfo,
+    checksum,
+    decode,
+    header_length,
+    read_header,
+    verified_entry,
+)
 from ec_store.errors import CorruptEntry
 from ec_store.keys import EntryKey
 from ec_store.redis.client import RedisClient
@@ -150,7 +158,7 @@ class RedisEntries:
         longer: dict[int, Command] = {}
         for place, head in enumerate(heads):
             with suppress(CorruptEntry):
-                end = header_length(memoryview(head))
+                end = header_length(head)
                 if end > len(head) > 0:
                     longer[place] = self._range(digests[place], 0, end)
         for place, head in zip(longer, self._client.run(list(longer.values())), strict=True):
@@ -180,14 +188,12 @@ class RedisEntries:
         first = beginning.blob
         if len(first) < self._window_bytes:
             return decode(key, memoryview(first))
-        info = info_of(key.digest, first)
+        info = read_header(first, key.digest)
         payload = self._buffers.take_buffer(info.payload_bytes)
         received = min(len(first) - info.header_bytes, len(payload))
         payload[:received] = memoryview(first)[info.header_bytes :][:received]
         self._fill(payload[received:], key.digest, info.header_bytes + received)
-        if checksum(payload) != info.checksum:
-            raise CorruptEntry("its checksum does not match its payload")
-        return Entry(payload.toreadonly(), info.dtype, info.shape, info.modality, info.metadata)
+        return verified_entry(info, payload, checksum(payload))
 
     def _fill(self, room: memoryview, digest: str, offset: int) -> None:
         size = self._window_bytes
@@ -232,17 +238,9 @@ class RedisEntries:
         self._buffers = Buffers()
 
 
-def info_of(digest: str, head: bytes) -> EntryInfo:
-    """Return the header's fields; raise CorruptEntry if it is not the entry of this digest."""
-    info = read_header(memoryview(head))
-    if info.key.digest != digest:
-        raise CorruptEntry("it is another key's entry")
-    return info
-
-
 def info_or_none(digest: str, head: bytes) -> EntryInfo | None:
-    """Return the fields as `info_of`; None if the header is invalid."""
+    """Return the header's fields; None if it is invalid, or not of the entry of this digest."""
     try:
-        return info_of(digest, head)
+        return read_header(head, digest)
     except CorruptEntry:
         return None
