@@ -29,7 +29,7 @@ from ec_store.arena.fields import (
     stats_of,
 )
 from ec_store.arena.index import Refusal
-from ec_store.arena.memory import Bytes, copy_in, copy_out
+from ec_store.arena.memory import Bytes, copy_in, in_one_part
 from ec_store.arena.protocol import (
     ArenaRequest,
     Begin,
@@ -128,11 +128,7 @@ class ArenaStore(Store):
         pinned = self.pin(key)
         if pinned is None:
             return None
-        if len(pinned.parts) == 1:
-            [data] = pinned.parts
-        else:
-            buffer = self._buffers.take_buffer(pinned.place.size_bytes)
-            data = copy_out(pinned.parts, buffer).toreadonly()
+        data = in_one_part(pinned.parts, self._buffers).toreadonly()
         return Entry(data, pinned.dtype, pinned.shape, pinned.modality, pinned.metadata)
 
     def pin(self, key: EntryKey) -> "PlacedEntry | None":

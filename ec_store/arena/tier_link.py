@@ -16,7 +16,7 @@ from ec_store.aio import on_thread
 from ec_store.arena.arena import Arena
 from ec_store.arena.fields import encode_header, parse_header
 from ec_store.arena.index import Slot
-from ec_store.arena.memory import Bytes, copy_in, copy_out, parts_of
+from ec_store.arena.memory import Bytes, copy_in, in_one_part, parts_of
 from ec_store.arena.protocol import ClaimKeys, TierStats
 from ec_store.arena.tier import MAX_LOOKUPS, SharedTier, Tier, TierLimits
 from ec_store.bounded import BoundedDict
@@ -351,11 +351,8 @@ class TierLink:
         # A look-up saves the way of the bytes; `put` counts a use in the tier of this host.
         if self.shared and self._tier.find([info.key.digest])[0] is not None:
             return False
-        parts = [part.data for part in parts_of(self._memory, slot.extents, slot.size_bytes)]
-        if len(parts) == 1:
-            [data] = parts
-        else:
-            data = copy_out(parts, self._buffers.take_buffer(slot.size_bytes))
+        parts = parts_of(self._memory, slot.extents, slot.size_bytes)
+        data = in_one_part([part.data for part in parts], self._buffers)
         # Without a checksum yet, the one that the tier computes is the first.
         if slot.checksum and checksum(data) != slot.checksum:
             raise CorruptEntry(f"the bytes of {slot.digest.hex()} do not match their checksum")
