@@ -67,13 +67,13 @@ class AsyncArenaStore:
     async def claim(self, keys: Sequence[EntryKey], owner: str, seconds: float) -> list[bool]:
         """Claim entries (see `Store.claim`). A claim ends with the connection too."""
         reply = await self._connection.call(claim_request(keys, owner, seconds, find=False))
-        return of_each(keys, reply.held)
+        return of_each(keys, reply.claims)
 
     async def claim_or_find(
         self, keys: Sequence[EntryKey], owner: str, seconds: float
     ) -> list[EntryInfo | bool]:
         reply = await self._connection.call(claim_request(keys, owner, seconds, find=True))
-        return found_or_claimed(keys, reply.headers, reply.held)
+        return found_or_claimed(keys, reply.headers, reply.claims)
 
     async def release(self, keys: Sequence[EntryKey], owner: str) -> None:
         await self._connection.call(release_request(keys, owner))

@@ -395,17 +395,17 @@ class ArenaIndex:
 
         A claim belongs to the client that took or renewed it last, and ends with its connection.
         """
-        held = []
+        claims = []
         for digest in digests:
             free = self.may_claim(digest, owner, now_s)
             free &= digest in client.claims or len(client.claims) < MAX_CLAIMS
-            held.append(free)
+            claims.append(free)
             if free:
                 if (claim := self._claims.get(digest)) is not None:
                     claim.client.claims.discard(digest)
                 self._claims[digest] = Claim(client, owner, now_s + seconds)
                 client.claims.add(digest)
-        return held
+        return claims
 
     def may_claim(self, digest: bytes, owner: bytes, now_s: float) -> bool:
         """Return whether no other owner has the claim of a key."""

@@ -127,7 +127,7 @@ class Done(Message, frozen=True):
 class Claimed(Message, frozen=True):
     """For each key whether the owner holds its claim; with `find` also the headers."""
 
-    held: list[bool]
+    claims: list[bool]
     headers: list[bytes]
 
 

@@ -164,14 +164,14 @@ class ArenaStore(Store):
     def claim(self, keys: Sequence[EntryKey], owner: str, seconds: float) -> list[bool]:
         """Claim entries (see `Store.claim`). A claim ends with this store's connection too."""
         reply = self._ask(claim_request(keys, owner, seconds, find=False))
-        return of_each(keys, reply.held)
+        return of_each(keys, reply.claims)
 
     def claim_or_find(
         self, keys: Sequence[EntryKey], owner: str, seconds: float
     ) -> list[EntryInfo | bool]:
         """Claim missing entries (see `Store.claim_or_find`), in one round trip."""
         reply = self._ask(claim_request(keys, owner, seconds, find=True))
-        return found_or_claimed(keys, reply.headers, reply.held)
+        return found_or_claimed(keys, reply.headers, reply.claims)
 
     def release(self, keys: Sequence[EntryKey], owner: str) -> None:
         self._ask(release_request(keys, owner))

@@ -271,8 +271,8 @@ class TierLink:
             for release in set[_Release]().union(*released.values()):
                 ended = [digest for digest, releases in released.items() if release in releases]
                 self._tier.release_claims(_names(ended), release.owner)
-            held = self._tier.claim_missing(_names(claimed), claim.owner, claim.seconds)
-            found.update(zip(claimed, held, strict=True))
+            answers = self._tier.claim_missing(_names(claimed), claim.owner, claim.seconds)
+            found.update(zip(claimed, answers, strict=True))
         if others := [digest for digest in digests if digest not in found]:
             infos = self._tier.find(_names(others))
             found.update(zip(others, infos, strict=True))

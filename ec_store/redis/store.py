@@ -134,8 +134,8 @@ class RedisStore(Store):
             )
             infos = self._entries.parse_infos(digests, heads)
         found = zip(digests, infos, claims, strict=True)
-        self.release_claims([digest for digest, info, held in found if info and held], owner)
-        return [info or held for info, held in zip(infos, claims, strict=True)]
+        self.release_claims([digest for digest, info, claimed in found if info and claimed], owner)
+        return [info or claimed for info, claimed in zip(infos, claims, strict=True)]
 
     def release(self, keys: Sequence[EntryKey], owner: str) -> None:
         """Release claims (see `Store.release`), in two round trips."""
@@ -145,8 +145,8 @@ class RedisStore(Store):
         """Release claims as `release`, by the digests of their keys."""
         names = [self._names.claim(digest) for digest in digests]
         holders = self._client.run([("GET", name) for name in names])
-        held = [name for name, holder in zip(names, holders, strict=True) if holder == owner]
-        self._client.run([("UNLINK", name) for name in held])
+        found = zip(names, holders, strict=True)
+        self._client.run([("UNLINK", name) for name, holder in found if holder == owner])
 
     def delete(self, keys: Sequence[EntryKey]) -> int:
         return self.remove(list(dict.fromkeys(key.digest for key in keys)))
@@ -244,12 +244,12 @@ class RedisStore(Store):
         replies = self._client.run([*claims, *then])
         taken, holders = replies[: len(claims) : 2], replies[1 : len(claims) : 2]
         # A PEXPIRE in the same round trip would renew another owner's claim with each call.
-        held = [
+        renewable = [
             name
             for name, is_new, holder in zip(names, taken, holders, strict=True)
             if not is_new and holder == owner
         ]
-        renewed = self._renewed(held, owner, ms)
+        renewed = self._renewed(renewable, owner, ms)
         claimed = [
             bool(is_new) or name in renewed for name, is_new in zip(names, taken, strict=True)
         ]
