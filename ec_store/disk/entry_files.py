@@ -96,10 +96,6 @@ class EntryFiles:
             digest.update(piece)
         return verified_entry(info, payload, digest.hexdigest())
 
-    def close(self) -> None:
-        """Release the memory that no entry refers to."""
-        self._buffers = Buffers()
-
 
 def _read(into: memoryview, fd: int, offset: int) -> None:
     done = 0

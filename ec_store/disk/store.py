@@ -237,7 +237,6 @@ class SharedDiskStore(Store):
 
     def close(self) -> None:
         self._opening.close()
-        self._files.close()
 
     @contextmanager
     def _translate_errors(self, what: str) -> Iterator[None]:

@@ -233,10 +233,6 @@ class RedisEntries:
         values = self._client.run([("STRLEN", self._names.entry(digest)) for digest in digests])
         return [max(0, size - ID_BYTES) for size in values]
 
-    def close(self) -> None:
-        """Release the unused memory."""
-        self._buffers = Buffers()
-
 
 def info_or_none(digest: str, head: bytes) -> EntryInfo | None:
     """Return the header's fields; None if it is invalid, or not of the entry of this digest."""

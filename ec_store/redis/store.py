@@ -222,7 +222,6 @@ class RedisStore(Store):
 
     def close(self) -> None:
         self._client.close()
-        self._entries.close()
 
     def _put(self, key: EntryKey, header: bytes, payload: memoryview, *, replace: bool) -> bool:
         if time.monotonic() < self._writes_off_until:
