@@ -17,7 +17,10 @@ from ec_store.errors import StoreUnavailable
 from ec_store.redis.connection import Command, Node, RedisConnection, Reply
 from ec_store.redis.url import Address, RedisOptions
 
-ALL = 2**31
+MAX_PENDING = 4
+"""Upper bound of the pending replies of a node that go into buffers: enough to keep its connection
+busy, and a bound on the memory that the server holds for a client, which counts towards
+`maxmemory`."""
 
 MOST_MOVES = 5
 """Upper bound of the moves to other nodes that one call follows."""
@@ -78,7 +81,7 @@ class RedisClient:
         self,
         commands: Sequence[Command],
         *,
-        window: int = ALL,
+        node: Node | None = None,
         into: Sequence[memoryview] | None = None,
     ) -> list[Reply]:
         """Run commands, and return their replies in order.
@@ -90,8 +93,9 @@ class RedisClient:
 
         Args:
             commands: commands, sent to each node at once: one round trip.
-            window: upper bound of the pending replies, for large ones.
-            into: buffers for the values that the commands return; each reply is the length then.
+            node: node of all commands; None: that of each command's key.
+            into: buffers for the values that the commands return, which may be large; each reply is
+                the length then, and at most `MAX_PENDING` are pending.
 
         Raises:
             Refused: a server could not serve now.
@@ -106,7 +110,7 @@ class RedisClient:
             todo = {
                 number: command for number, command in enumerate(commands) if number not in replies
             }
-            problem = self._round(todo, replies, window, into, deadline_s)
+            problem = self._round(todo, replies, node, into, deadline_s)
             if problem is None:
                 return [replies[number] for number in range(len(commands))]
             if isinstance(problem, redis.exceptions.AskError):
@@ -114,7 +118,8 @@ class RedisClient:
             else:
                 failures += 1
             if moves > MOST_MOVES or failures > 1 or not _is_retryable(problem):
-                raise _translated(problem, self._only_address) from None
+                address = self._only_address if node is None else node.address
+                raise _translated(problem, address) from None
 
     def each_master(self, command: Command) -> list[tuple[Node, Reply]]:
         """Return each master with its reply to a command without a key."""
@@ -126,18 +131,7 @@ class RedisClient:
             except redis.RedisError as error:
                 raise _translated(error) from None
             nodes = list(dict.fromkeys(node for node in slots if node))
-        return [(node, self.ask_node(node, command)) for node in nodes]
-
-    def ask_node(self, node: Node, command: Command) -> Reply:
-        deadline_s = self._deadline_s()
-        for attempt in (1, 2):
-            try:
-                return _checked(self._exchange(node, [command], deadline_s)[0])
-            except redis.RedisError as error:
-                self._failed(node, error)
-                if attempt == 2 or not _is_retryable(error):  # noqa: PLR2004
-                    raise _translated(error, node.address) from None
-        raise AssertionError
+        return [(node, self.run([command], node=node)[0]) for node in nodes]
 
     def scan(self, pattern: bytes, count: int) -> Iterator[list[bytes]]:
         """Yield names of keys in batches, some more than once.
@@ -149,7 +143,7 @@ class RedisClient:
             reply = first
             yield reply[1]
             while int(reply[0]):
-                reply = self.ask_node(node, ("SCAN", reply[0], *rest))
+                [reply] = self.run([("SCAN", reply[0], *rest)], node=node)
                 yield reply[1]
 
     def close(self) -> None:
@@ -171,16 +165,17 @@ class RedisClient:
         self,
         commands: Mapping[int, Command],
         replies: dict[int, Reply],
-        window: int,
+        target: Node | None,
         into: Sequence[memoryview] | None,
         deadline_s: float,
     ) -> redis.RedisError | None:
         """Send commands to all nodes, then read the replies; return the worst error, if any."""
         try:
-            groups = self._routed(commands, deadline_s)
+            groups = self._routed(commands, target, deadline_s)
         except redis.RedisError as error:
             self._slots = []
             return error
+        window = MAX_PENDING if into else len(commands)
         problems: list[redis.RedisError] = []
         with ExitStack() as stack:
             sent: list[tuple[Node, RedisConnection, list[int]]] = []
@@ -245,10 +240,12 @@ class RedisClient:
             return [connection.read() for _ in commands]
 
     def _routed(
-        self, commands: Mapping[int, Command], deadline_s: float
+        self, commands: Mapping[int, Command], target: Node | None, deadline_s: float
     ) -> list[tuple[Node, list[int]]]:
-        if not self._options.cluster:
-            return [(self._nodes[self._options.addresses[0]], list(commands))]
+        if target is None and not self._options.cluster:
+            target = self._nodes[self._options.addresses[0]]
+        if target is not None:
+            return [(target, list(commands))]
         # A local reference: another thread may replace the map meanwhile.
         slots = self._slots or self._loaded(deadline_s)
         groups: dict[Node, list[int]] = {}

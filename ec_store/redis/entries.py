@@ -37,10 +37,6 @@ WINDOW_BYTES = 2**20
 buffers of 8 MiB or more to the system at once, so that the kernel would clear each of them again.
 """
 
-WINDOWS = 4
-"""Upper bound of the pending replies: enough to keep the connection busy, and a bound on the memory
-that the server holds for a client, which counts towards `maxmemory`."""
-
 REFRESH_BELOW = 0.9
 """Share of the time to live below which a use renews it. So an entry expires between 0.9 and 1 of
 `ttl` after its last use, and few uses cost another round trip."""
@@ -203,7 +199,7 @@ class RedisEntries:
             self._range(digest, offset + start, len(piece))
             for start, piece in zip(starts, rooms, strict=True)
         ]
-        lengths = self._client.run(commands, window=WINDOWS, into=rooms)
+        lengths = self._client.run(commands, into=rooms)
         if lengths != list(map(len, rooms)):
             raise CorruptEntry("it is shorter than its header says")
 
