@@ -51,6 +51,7 @@ class RedisClient:
     def __init__(self, options: RedisOptions) -> None:
         self._options = options
         self._nodes = {address: Node(address, options) for address in options.addresses}
+        self._only = None if options.cluster else self._nodes[options.addresses[0]]
         self._slots: list[Node | None] = []
         self._bound = _Bound()
         self._closed = False
@@ -104,13 +105,13 @@ class RedisClient:
         if not commands:
             return []
         replies: dict[int, Reply] = {}
-        deadline_s = self._deadline_s()
+        target, deadline_s = node or self._only, self._deadline_s()
         moves = failures = 0
         while True:
             todo = {
                 number: command for number, command in enumerate(commands) if number not in replies
             }
-            problem = self._round(todo, replies, node, into, deadline_s)
+            problem = self._round(todo, replies, target, into, deadline_s)
             if problem is None:
                 return [replies[number] for number in range(len(commands))]
             if isinstance(problem, redis.exceptions.AskError):
@@ -118,13 +119,12 @@ class RedisClient:
             else:
                 failures += 1
             if moves > MOST_MOVES or failures > 1 or not _is_retryable(problem):
-                address = self._only_address if node is None else node.address
-                raise _translated(problem, address) from None
+                raise _translated(problem, target) from None
 
     def each_master(self, command: Command) -> list[tuple[Node, Reply]]:
         """Return each master with its reply to a command without a key."""
-        if not self._options.cluster:
-            nodes = [self._nodes[self._options.addresses[0]]]
+        if self._only is not None:
+            nodes = [self._only]
         else:  # the present map may lack a node that this process has not used
             try:
                 slots = self._loaded(self._deadline_s())
@@ -151,11 +151,6 @@ class RedisClient:
         self._closed = True
         for node in list(self._nodes.values()):
             node.close()
-
-    @property
-    def _only_address(self) -> Address | None:
-        """Address of the server; None for a cluster."""
-        return None if self._options.cluster else self._options.addresses[0]
 
     def _deadline_s(self) -> float:
         bound = self._bound.deadline_s
@@ -242,8 +237,6 @@ class RedisClient:
     def _routed(
         self, commands: Mapping[int, Command], target: Node | None, deadline_s: float
     ) -> list[tuple[Node, list[int]]]:
-        if target is None and not self._options.cluster:
-            target = self._nodes[self._options.addresses[0]]
         if target is not None:
             return [(target, list(commands))]
         # A local reference: another thread may replace the map meanwhile.
@@ -314,8 +307,8 @@ def _is_retryable(error: redis.RedisError) -> bool:
     )
 
 
-def _translated(error: redis.RedisError, address: Address | None = None) -> StoreUnavailable:
-    text = f"{address}: {error}" if address else str(error)
+def _translated(error: redis.RedisError, node: Node | None = None) -> StoreUnavailable:
+    text = f"{node.address}: {error}" if node else str(error)
     if isinstance(error, redis.OutOfMemoryError):
         return OutOfMemory(f"Redis is full: {text}")
     if isinstance(error, _FAILING_OVER):
