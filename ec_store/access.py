@@ -4,12 +4,12 @@ import hmac
 from ipaddress import ip_address
 
 
-def is_key(key: str, given: str) -> bool:
-    """Return whether a given text is the key, in a time that tells nothing about either."""
+def is_key(key: str, text: str) -> bool:
+    """Return whether a text is the key, in a time that tells nothing about either."""
     # Digests of one length: comparing the keys themselves could reveal their length. A header that
     # is not UTF-8 comes with surrogates.
     digests = [
-        hmac.digest(b"", text.encode(errors="surrogateescape"), "sha256") for text in (key, given)
+        hmac.digest(b"", each.encode(errors="surrogateescape"), "sha256") for each in (key, text)
     ]
     return hmac.compare_digest(*digests)
 

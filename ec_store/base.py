@@ -9,8 +9,9 @@ from ec_store.counts import Counts
 from ec_store.entry import Entry, EntryInfo
 from ec_store.keys import EntryKey
 
-LONGEST_CLAIM_S = 3600.0
-"""Upper bound in seconds of a claim's lifetime, both when it is written and when it is read."""
+LONGEST_S = 3600.0
+"""Upper bound in seconds of leases and claims, both when they are written and when they are read.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +117,12 @@ class Listed:
     skipped: str | None = None
 
 
+def process_counts(counts: Counts) -> dict[str, Any]:
+    """Return a store's counts that are fields of its statistics."""
+    names = ("hits", "misses", "puts", "drops", "corrupt", "evictions")
+    return {name: counts[name] for name in names}
+
+
 class Store(ABC):
     """A shared store of entries, safe for many threads and many processes at once.
 
@@ -171,7 +178,7 @@ class Store(ABC):
         """Claim the right to produce entries, so that other owners do not repeat the work.
 
         A free claim is taken, and a claim of this owner is renewed. A claim expires after `seconds`
-        by the store's clock, at most after `LONGEST_CLAIM_S`: a crashed owner blocks the others no
+        by the store's clock, at most after `LONGEST_S`: a crashed owner blocks the others no
         longer than that. A claim is independent of the entry: the entry may exist or not, and any
         process may put it. In rare races two owners hold one claim for a time. Claims save work;
         correctness must not depend on them.
@@ -255,10 +262,6 @@ class Store(ABC):
 
     @abstractmethod
     def stats(self) -> StoreStats: ...
-
-    def _process_counts(self) -> dict[str, Any]:
-        names = ("hits", "misses", "puts", "drops", "corrupt", "evictions")
-        return {name: self.counts[name] for name in names}
 
     @abstractmethod
     def register_namespace(self, model: str, namespace: str) -> None:

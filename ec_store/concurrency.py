@@ -31,6 +31,9 @@ class DaemonPool:
 
     `concurrent.futures.ThreadPoolExecutor` differs in one respect: the interpreter waits for its
     threads before it exits. With one call that never returns, the process could not be stopped.
+
+    Attributes:
+        closed: whether no more calls are started.
     """
 
     def __init__(self, threads: int, name: str) -> None:
@@ -41,17 +44,13 @@ class DaemonPool:
         self._lock = threading.Lock()
         self._idle = 0
         self._threads = 0
-        self._closed = False
+        self.closed = False
         self._refused = self._warned = False
 
     @property
     def capacity(self) -> int:
         """Return how many calls can run at once: fewer while no thread can be started."""
         return max(1, self._threads) if self._refused else self._most
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """Queue a call and return its future.
@@ -79,7 +78,7 @@ class DaemonPool:
         the job would wait without end.
         """
         with self._lock:
-            if not self._closed:
+            if not self.closed:
                 self._jobs.put((job, dropped))
                 if self._wake():
                     return
@@ -115,14 +114,14 @@ class DaemonPool:
     def close(self) -> None:
         """Start no more calls; running ones end by themselves."""
         with self._lock:
-            self._closed = True
+            self.closed = True
             for _ in range(self._threads):
                 self._jobs.put(None)
 
     def _work(self) -> None:
         while (jobs := self._jobs.get()) is not None:
             job, dropped = jobs
-            (dropped if self._closed else job)()
+            (dropped if self.closed else job)()
             # Dropped before the wait for the next job: these refer to the call's arguments.
             del job, dropped, jobs
             with self._lock:

@@ -16,20 +16,26 @@ SECONDS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _QUANTITY = re.compile(r"(\d+(?:\.\d+)?) ?([a-z]*)")
 
 
-def parameters(url: str, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Parse the query of a store URL, each parameter with its function in `known`.
+def parameters(
+    url: str, parsers: Mapping[str, Any], fields: Mapping[str, str] = {}
+) -> dict[str, Any]:
+    """Parse the query of a store URL, each parameter with its function in `parsers`.
+
+    Returns:
+        The values by the names of the parameters, or by those that `fields` has for them.
 
     Raises:
         ValueError: a parameter is unknown, given twice, or rejected by its function.
     """
     found: dict[str, Any] = {}
     for name, value in parse_qsl(urlsplit(url).query, keep_blank_values=True):
-        if name not in known:
-            raise ValueError(f"unknown parameter {name!r}; known: {', '.join(sorted(known))}")
-        if name in found:
+        if name not in parsers:
+            raise ValueError(f"unknown parameter {name!r}; known: {', '.join(sorted(parsers))}")
+        field = fields.get(name, name)
+        if field in found:
             raise ValueError(f"parameter {name!r} is given twice")
         try:
-            found[name] = known[name](value)
+            found[field] = parsers[name](value)
         except ValueError as error:
             raise ValueError(f"parameter {name!r}: {error}") from None
     return found

@@ -196,7 +196,7 @@ def _text(part: str) -> str:
     return quote(part, safe=" /:;,=@+()[]", errors="surrogatepass")
 
 
-def header_length(blob: memoryview) -> int:
+def header_length(blob: bytes | memoryview) -> int:
     """Return the size of length field and header, from the first 8 bytes of a blob.
 
     Raises:
@@ -210,19 +210,22 @@ def header_length(blob: memoryview) -> int:
     return 8 + size
 
 
-def read_header(head: memoryview) -> EntryInfo:
+def read_header(head: bytes | memoryview, digest: str | None = None) -> EntryInfo:
     """Parse length field and header; `head` may be longer than they are.
 
+    Args:
+        head: first bytes of a blob.
+        digest: digest of the key that the entry must have; None: any.
+
     Raises:
-        CorruptEntry: the bytes differ from the output of `encode_header`.
+        CorruptEntry: the bytes differ from the output of `encode_header`, or are of another key.
         OtherFormat: the header is of another format.
     """
-    return parse_header(bytes(head[: header_length(head)]))
-
-
-def parse_header(raw: bytes) -> EntryInfo:
-    """Parse length field and header, with nothing after them; errors are those of `read_header`."""
-    return _known(raw) if len(raw) <= SHORT_BYTES else _parsed(raw)
+    raw = bytes(head[: header_length(head)])
+    info = _known(raw) if len(raw) <= SHORT_BYTES else _parsed(raw)
+    if digest is not None and info.key.digest != digest:
+        raise CorruptEntry("it is another key's entry")
+    return info
 
 
 def _parsed(raw: bytes) -> EntryInfo:
@@ -278,6 +281,11 @@ def decode(key: EntryKey, blob: memoryview) -> Entry:
     payload = blob[info.header_bytes :]
     if payload.nbytes != info.payload_bytes:
         raise CorruptEntry(f"{payload.nbytes} bytes of payload, not {info.payload_bytes}")
-    if checksum(payload) != info.checksum:
+    return verified_entry(info, payload, checksum(payload))
+
+
+def verified_entry(info: EntryInfo, payload: memoryview, payload_checksum: str) -> Entry:
+    """Return the entry of a header and a payload. Raise CorruptEntry for another checksum."""
+    if payload_checksum != info.checksum:
         raise CorruptEntry("its checksum does not match its payload")
     return Entry(payload.toreadonly(), info.dtype, info.shape, info.modality, info.metadata)

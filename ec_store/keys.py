@@ -89,3 +89,13 @@ def owner_bytes(owner: str) -> bytes:
     if not 0 < len(encoded) <= MAX_OWNER_BYTES:
         raise ValueError(f"an owner must have 1 to {MAX_OWNER_BYTES} bytes")
     return encoded
+
+
+def encode_name(text: str) -> bytes:
+    """Return a namespace or a model as bytes: vLLM allows lone surrogates."""
+    return text.encode("utf-8", "surrogatepass")
+
+
+def decode_name(name: bytes) -> str:
+    """Return the text of `encode_name`. Raise UnicodeDecodeError for other bytes."""
+    return name.decode("utf-8", "surrogatepass")

@@ -5,7 +5,6 @@ import logging
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict
 from typing import Any
 
 import orjson
@@ -242,19 +241,19 @@ async def _metrics(request: web.Request) -> web.Response:
 
 class _StatsCollector(Collector):
     def __init__(self, stats: StoreStats) -> None:
-        self._stats = asdict(stats)
-        self._memory = stats.memory
+        self._stats = stats
 
     def collect(self) -> Iterator[Metric]:
         for name, text in GAUGES.items():
-            if self._stats[name] is not None:  # a backend may not provide all
-                yield GaugeMetricFamily(f"ec_store_{name}", text, value=self._stats[name])
+            if (value := getattr(self._stats, name)) is not None:  # a backend may not provide all
+                yield GaugeMetricFamily(f"ec_store_{name}", text, value=value)
         for name, text in COUNTERS.items():
-            yield CounterMetricFamily(f"ec_store_{name}", text, value=self._stats[name])
-        if tiers := self._stats["tiers"]:
-            yield from _tier_metrics(tiers)
-        if self._memory is not None:
-            yield from _memory_metrics(self._memory)
+            value = getattr(self._stats, name)
+            yield CounterMetricFamily(f"ec_store_{name}", text, value=value)
+        if self._stats.tiers:
+            yield from _tier_metrics(self._stats.tiers)
+        if self._stats.memory is not None:
+            yield from _memory_metrics(self._stats.memory)
 
 
 def _tier_metrics(tiers: Mapping[str, Mapping[str, int]]) -> Iterator[Metric]:

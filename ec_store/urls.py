@@ -28,17 +28,3 @@ def check_proxy_url(url: str) -> str:
         remote_options(url)
         return url
     return check_url(url)
-
-
-def fetch_threads(url: str) -> int:
-    """Return the default number of fetch threads for the store of a valid URL."""
-    return find_backend(url).fetch_threads
-
-
-def writing_bytes(url: str) -> int | None:
-    """Return the memory that a server needs for the entries that are being written to it.
-
-    It comes on top of the entries. None if the store of this valid URL has no server that copies
-    them.
-    """
-    return find_backend(url).writing_bytes(url)

@@ -21,7 +21,7 @@ from ec_store import EntryKey
 from ec_store.arena.extents import ExtentAllocator
 from ec_store.arena.index import ArenaIndex, Client, Slot
 from ec_store.arena.memory import copy_out
-from ec_store.arena.store import ArenaStore
+from ec_store.arena.store import ArenaStore, PlacedEntry
 from ec_store.errors import StoreUnavailable
 from scripts.memory_server import entry, key, opened, serving
 
@@ -205,8 +205,10 @@ def fill(path: Path, names: range, pipe: Connection) -> None:
                 slowest_s = max(slowest_s, time.perf_counter() - began_s)
                 for part in write.parts if write else ():
                     part[:8] = part[-8:] = np.frombuffer(name.to_bytes(8, "little"), np.uint8)
-                stored = write and write.commit(write.entry("BF16", (size // 2,), "image", {}))
-                failed += not stored
+                if write:
+                    place = write.place
+                    stored = write.commit(PlacedEntry("BF16", (size // 2,), "image", {}, place, ()))
+                failed += not (write and stored)
             except StoreUnavailable:
                 failed += 1
     pipe.send((failed, slowest_s))

@@ -8,7 +8,6 @@ from ec_store.arena.aio_connection import AsyncArenaConnection, Endpoint, UnixEn
 from ec_store.arena.fields import (
     claim_request,
     encode_header,
-    encode_name,
     entry_infos,
     find_request,
     found_or_claimed,
@@ -30,9 +29,10 @@ from ec_store.arena.protocol import (
 )
 from ec_store.arena.url import ArenaOptions
 from ec_store.base import StoreStats
+from ec_store.counts import Counts
 from ec_store.entry import Entry, EntryInfo
 from ec_store.errors import StoreUnavailable
-from ec_store.keys import EntryKey
+from ec_store.keys import EntryKey, encode_name
 
 
 class AsyncArenaStore:
@@ -67,13 +67,13 @@ class AsyncArenaStore:
     async def claim(self, keys: Sequence[EntryKey], owner: str, seconds: float) -> list[bool]:
         """Claim entries (see `Store.claim`). A claim ends with the connection too."""
         reply = await self._connection.call(claim_request(keys, owner, seconds, find=False))
-        return of_each(keys, reply.held)
+        return of_each(keys, reply.claims)
 
     async def claim_or_find(
         self, keys: Sequence[EntryKey], owner: str, seconds: float
     ) -> list[EntryInfo | bool]:
         reply = await self._connection.call(claim_request(keys, owner, seconds, find=True))
-        return found_or_claimed(keys, reply.headers, reply.held)
+        return found_or_claimed(keys, reply.headers, reply.claims)
 
     async def release(self, keys: Sequence[EntryKey], owner: str) -> None:
         await self._connection.call(release_request(keys, owner))
@@ -98,8 +98,7 @@ class AsyncArenaStore:
 
     async def stats(self) -> StoreStats:
         """Return the metrics of the memory. This process reads and writes no payloads."""
-        counts = dict.fromkeys(("hits", "misses", "puts", "drops", "corrupt"), 0)
-        return stats_of(await self._connection.call(GetStats()), counts)
+        return stats_of(await self._connection.call(GetStats()), Counts())
 
     async def close(self) -> None:
         await self._connection.close()

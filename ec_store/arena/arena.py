@@ -180,10 +180,9 @@ class Arena:
             headers = self._headers(digests, self.index.find(digests, now_s))
             found = {digest for digest, header in zip(digests, headers, strict=True) if header}
         claimed = [each for each in digests if each not in found and each not in elsewhere]
-        held = dict(
-            zip(claimed, self.index.claim(client, claimed, owner, seconds, now_s), strict=True)
-        )
-        return Claimed([held.get(digest, False) for digest in digests], headers)
+        claims = self.index.claim(client, claimed, owner, seconds, now_s)
+        by_digest = dict(zip(claimed, claims, strict=True))
+        return Claimed([by_digest.get(digest, False) for digest in digests], headers)
 
     def _count_uses(self, slots: Iterable[Slot | None], uses: int, now_s: float) -> None:
         if self._offer is None:
@@ -263,13 +262,13 @@ class Arena:
 
 def _uses(clients: Sequence[Client]) -> list[ClientUse]:
     """Return what the processes hold that hold anything; a process has several connections."""
-    held: defaultdict[tuple[int, str], list[Client]] = defaultdict(list)
+    processes: defaultdict[tuple[int, str], list[Client]] = defaultdict(list)
     for client in clients:
         if client.pins or client.writes:
-            held[client.pid, client.role].append(client)
+            processes[client.pid, client.role].append(client)
     return [
         ClientUse(pid, role, pinned_bytes(group), sum(client.begun_bytes for client in group))
-        for (pid, role), group in held.items()
+        for (pid, role), group in processes.items()
     ]
 
 

@@ -134,6 +134,9 @@ class ArenaConnection:
     """Connection that is made at the first call, and again after a failure. Thread-safe.
 
     After a fork the child connects itself: what a client holds belongs to one process.
+
+    Attributes:
+        arena: the memory of the connection; None while it is lost.
     """
 
     def __init__(self, path: str, role: Role, timeout_s: float) -> None:
@@ -143,7 +146,7 @@ class ArenaConnection:
         self._timeout_s = timeout_s
         self._lock = ForkLock()
         self._socket: socket.socket | None = None
-        self._arena: MappedArena | None = None
+        self.arena: MappedArena | None = None
         self._earlier: list[MappedArena] = []
         self._mapped: MappedMemories = MappedMemories()
         after_fork(self._forget_parent)
@@ -165,7 +168,7 @@ class ArenaConnection:
         with self._lock.mutex:
             now_s = time.monotonic()
             if within is not None:
-                if within is not self._arena:
+                if within is not self.arena:
                     raise StoreUnavailable(f"{self._path}: the connection to the arena was lost")
                 deadline_s = now_s + self._timeout_s  # what the server holds must end, however late
             elif now_s >= deadline_s:
@@ -198,7 +201,7 @@ class ArenaConnection:
     def _send_releases(self, arena: MappedArena) -> None:
         while arena.released and self._lock.mutex.acquire(blocking=False):
             try:
-                if arena is not self._arena:
+                if arena is not self.arena:
                     return  # it was lost, and the next connection reports the end of its copies
                 if not _has_event(arena.socket, select.POLLOUT):
                     return  # the server does not read: the next call sends them, or fails
@@ -214,16 +217,11 @@ class ArenaConnection:
         Disconnect if the server has closed the connection: its memory is unmapped.
         """
         with self._lock.mutex:
-            arena = self._arena
+            arena = self.arena
             if arena is not None and _has_event(arena.socket, select.POLLRDHUP):
                 self._disconnect()
         if arena is not None:
             self._send_releases(arena)
-
-    @property
-    def arena(self) -> MappedArena | None:
-        """Return the memory of the connection; None while it is lost."""
-        return self._arena
 
     @property
     def mapped_bytes(self) -> int:
@@ -236,7 +234,7 @@ class ArenaConnection:
 
         Entries that are still read here stay until this process ends.
         """
-        if (arena := self._arena) is not None:
+        if (arena := self.arena) is not None:
             self._send_releases(arena)
         with self._lock.mutex:
             self._disconnect()
@@ -258,13 +256,13 @@ class ArenaConnection:
             reply = _receive(connection, data, deadline_s)
             if isinstance(reply, Failed):
                 raise BadMessage(reply.text)
-            self._arena = MappedArena(
+            self.arena = MappedArena(
                 connection, _expect(reply, Welcome), fds, self._role, self._mapped
             )
         finally:
             for fd in fds:
                 os.close(fd)
-        return self._arena
+        return self.arena
 
     def _exchange(
         self, request: ArenaRequest[R], deadline_s: float, within: MappedArena | None
@@ -280,7 +278,7 @@ class ArenaConnection:
         return arena, cast("R", _expect(reply, request.reply_type))
 
     def _send_request(self, request: ArenaRequest[R], deadline_s: float) -> MappedArena:
-        arena = self._arena or self._connect(deadline_s)
+        arena = self.arena or self._connect(deadline_s)
         if self._earlier:
             self._report_copies(arena, deadline_s)
         data = encode(request)
@@ -300,16 +298,16 @@ class ArenaConnection:
     def _disconnect(self) -> None:
         if self._socket is not None:
             self._socket.close()
-        if self._arena is not None:  # its last reply, which is lost, may have pinned or begun
-            self._arena.unmap()
-            self._earlier.append(self._arena)
-        self._socket = self._arena = None
+        if self.arena is not None:  # its last reply, which is lost, may have pinned or begun
+            self.arena.unmap()
+            self._earlier.append(self.arena)
+        self._socket = self.arena = None
 
     def _forget_parent(self) -> None:
         """Drop what belongs to the parent process, in a child of `fork`."""
         if self._socket is not None:
             self._socket.close()
-        self._socket = self._arena = None
+        self._socket = self.arena = None
         self._earlier = []
         self._mapped = MappedMemories()
 

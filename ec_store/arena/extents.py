@@ -57,8 +57,8 @@ class ExtentAllocator:
         for offset in range(0, self.size_bytes, segment_bytes):
             self._add(offset, min(segment_bytes, self.size_bytes - offset))
 
-    def allocate(self, size_bytes: int) -> tuple[Extent, ...] | None:
-        """Return extents for an entry of this size; the last one ends on a page.
+    def allocate(self, size_bytes: int, most: int = MAX_EXTENTS) -> tuple[Extent, ...] | None:
+        """Return extents for an entry of this size, at most so many; the last one ends on a page.
 
         Return None if the holes are too small or too many. Nothing is taken then.
         """
@@ -69,7 +69,7 @@ class ExtentAllocator:
         if fitting < len(self._sizes):
             return (self._take(self._sizes[fitting], wanted),)
         holes, missing = [], wanted
-        for hole in reversed(self._sizes[-MAX_EXTENTS:]):
+        for hole in reversed(self._sizes[-most:]):
             holes.append((hole, min(hole[0], missing)))
             missing -= holes[-1][1]
             if not missing:

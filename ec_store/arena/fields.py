@@ -1,6 +1,6 @@
 """Fields of messages, made from keys, names and entries, and read back."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -8,7 +8,6 @@ import msgspec
 import orjson
 
 from ec_store.arena.protocol import (
-    LONGEST_S,
     MAX_KEYS,
     ClaimKeys,
     Find,
@@ -16,10 +15,11 @@ from ec_store.arena.protocol import (
     Release,
     Stats,
 )
-from ec_store.base import LONGEST_CLAIM_S, StoreStats
+from ec_store.base import LONGEST_S, StoreStats, process_counts
+from ec_store.counts import Counts
 from ec_store.entry import KNOWN_HEADERS, SHORT_BYTES, EntryInfo, HeldEntry, payload_bytes
 from ec_store.errors import CorruptEntry, StoreUnavailable
-from ec_store.keys import EntryKey, digest_of, owner_bytes
+from ec_store.keys import EntryKey, decode_name, digest_of, encode_name, owner_bytes
 
 T = TypeVar("T")
 
@@ -116,7 +116,7 @@ def find_request(keys: Sequence[EntryKey], seconds: float = 0.0) -> Find:
 
 def claim_request(keys: Sequence[EntryKey], owner: str, seconds: float, *, find: bool) -> ClaimKeys:
     """Return the request of a claim. Raise ValueError for an owner that is empty or too long."""
-    return ClaimKeys(key_digests(keys), owner_bytes(owner), min(seconds, LONGEST_CLAIM_S), find)
+    return ClaimKeys(key_digests(keys), owner_bytes(owner), min(seconds, LONGEST_S), find)
 
 
 def release_request(keys: Sequence[EntryKey], owner: str) -> Release:
@@ -166,24 +166,14 @@ def namespaces_of(reply: NamespaceList) -> dict[str, str]:
     return {decode_name(model): decode_name(name) for model, name in reply.namespaces.items()}
 
 
-def stats_of(reply: Stats, counts: Mapping[str, int]) -> StoreStats:
-    """Return the metrics of a memory, with this process's counts of the other events."""
+def stats_of(reply: Stats, counts: Counts) -> StoreStats:
+    """Return the metrics of a memory, with this process's counts of all but the evictions."""
     return StoreStats(
         entries=reply.entries,
         bytes=reply.taken_bytes,
         max_bytes=reply.size_bytes,
         leased=reply.leased,
         tiers={name: msgspec.structs.asdict(tier) for name, tier in reply.tiers.items()},
-        **({**counts} | {"evictions": reply.evictions}),
+        **{**process_counts(counts), "evictions": reply.evictions},
         memory=reply.memory,
     )
-
-
-def encode_name(text: str) -> bytes:
-    """Return a namespace or a model as messages have it: vLLM allows lone surrogates."""
-    return text.encode("utf-8", "surrogatepass")
-
-
-def decode_name(name: bytes) -> str:
-    """Return the text of `encode_name`. Raise UnicodeDecodeError for other bytes."""
-    return name.decode("utf-8", "surrogatepass")

@@ -58,6 +58,7 @@ class Slot:
         reads: number of its pins so far.
         pins: number of its readers.
         leased_until_s: end of its longest lease.
+        lease_noted: whether its index counts it as a leased entry.
         used_s: time of its last use.
         evictable: whether its index counts it as an entry that is not in use.
         uses: number of its uses that `Arena` has counted, until it was offered to a tier.
@@ -76,6 +77,7 @@ class Slot:
     reads: int = 0
     pins: int = 0
     leased_until_s: float = 0.0
+    lease_noted: bool = False
     used_s: float = 0.0
     evictable: bool = False
     uses: int = 0
@@ -173,10 +175,9 @@ class ArenaIndex:
         self._digests: list[set[bytes]] = [set() for _ in range(256)]
         """Digests of the entries, by their first byte."""
         self._index_bytes = 0
-        self._leased: dict[bytes, Slot] = {}
-        """Entries that had a lease when they were last looked through."""
         self._lease_ends: list[tuple[float, int, Slot]] = []
-        """Heap of the leased entries by the end of their lease, or of the one before it."""
+        """Heap of the leased entries by the end of their lease, or of the one before it; also of
+        those that were deleted meanwhile."""
         self._evictable_bytes = 0
         """Bytes that the entries take that are not in use, as of the last `_end_leases`."""
         self._writing: dict[bytes, Slot] = {}
@@ -209,17 +210,12 @@ class ArenaIndex:
 
     def leased(self, now_s: float) -> Sequence[Slot]:
         """Return the leased entries; the cost grows with their number."""
-        self._leased = {
-            digest: slot
-            for digest, slot in self._leased.items()
-            if slot.leased_until_s > now_s and self._is_entry(slot)
-        }
         self._end_leases(now_s)
-        if len(self._lease_ends) > 2 * len(self._leased):  # most are of entries that were deleted
-            ends = [each for each in self._lease_ends if self._is_entry(each[2])]
-            self._lease_ends = list({each[2].digest: each for each in ends}.values())
-            heapq.heapify(self._lease_ends)
-        return list(self._leased.values())
+        ends = [each for each in self._lease_ends if self._is_entry(each[2])]
+        if len(self._lease_ends) > 2 * len(ends):
+            heapq.heapify(ends)
+            self._lease_ends = ends
+        return [slot for _, _, slot in ends]
 
     def find(self, digests: Iterable[bytes], now_s: float) -> list[Slot | None]:
         """Return the entries of these keys."""
@@ -399,17 +395,17 @@ class ArenaIndex:
 
         A claim belongs to the client that took or renewed it last, and ends with its connection.
         """
-        held = []
+        claims = []
         for digest in digests:
             free = self.may_claim(digest, owner, now_s)
             free &= digest in client.claims or len(client.claims) < MAX_CLAIMS
-            held.append(free)
+            claims.append(free)
             if free:
                 if (claim := self._claims.get(digest)) is not None:
                     claim.client.claims.discard(digest)
                 self._claims[digest] = Claim(client, owner, now_s + seconds)
                 client.claims.add(digest)
-        return held
+        return claims
 
     def may_claim(self, digest: bytes, owner: bytes, now_s: float) -> bool:
         """Return whether no other owner has the claim of a key."""
@@ -505,8 +501,8 @@ class ArenaIndex:
         return found
 
     def _note_lease(self, slot: Slot) -> None:
-        if self._leased.get(slot.digest) is not slot:
-            self._leased[slot.digest] = slot
+        if not slot.lease_noted:
+            slot.lease_noted = True
             heapq.heappush(self._lease_ends, self._lease_end(slot))
 
     def _lease_end(self, slot: Slot) -> tuple[float, int, Slot]:
@@ -520,9 +516,8 @@ class ArenaIndex:
             if slot.leased_until_s > now_s and self._is_entry(slot):
                 heapq.heappush(self._lease_ends, self._lease_end(slot))  # it was renewed
             else:
+                slot.lease_noted = False
                 self._count(slot, now_s)
-                if self._leased.get(slot.digest) is slot:
-                    del self._leased[slot.digest]
 
     def _count(self, slot: Slot, now_s: float) -> None:
         """Keep `_evictable_bytes` after a change of an entry."""

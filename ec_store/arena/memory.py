@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from ec_store.arena.extents import PAGE_BYTES, Extent
+from ec_store.buffers import Buffers
 from ec_store.memory_left import available_bytes, check_room
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -269,3 +270,10 @@ def copy_out(parts: Sequence[memoryview], buffer: memoryview) -> memoryview:
         np.copyto(target[begin : begin + len(part)], np.frombuffer(part, np.uint8))
         begin += len(part)
     return buffer
+
+
+def in_one_part(parts: Sequence[memoryview], buffers: Buffers) -> memoryview:
+    """Return the bytes of an entry, copied into a buffer if they are in several parts."""
+    if len(parts) == 1:
+        return parts[0]
+    return copy_out(parts, buffers.take_buffer(sum(part.nbytes for part in parts)))

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar, get_args
 import msgspec
 
 from ec_store.arena.extents import Extent
-from ec_store.base import MemoryStats
+from ec_store.base import LONGEST_S, MemoryStats
 from ec_store.entry import MAX_HEADER_BYTES
 from ec_store.keys import MAX_OWNER_BYTES, MAX_PART_BYTES
 
@@ -31,9 +31,6 @@ LENGTH_BYTES = 4
 
 MAX_KEY_CHARACTERS = 512
 """Upper bound of the key in a `Hello`."""
-
-LONGEST_S = 3600.0
-"""Upper bound in seconds of leases and claims."""
 
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=LONGEST_S)]
 Size = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
@@ -130,7 +127,7 @@ class Done(Message, frozen=True):
 class Claimed(Message, frozen=True):
     """For each key whether the owner holds its claim; with `find` also the headers."""
 
-    held: list[bool]
+    claims: list[bool]
     headers: list[bytes]
 
 
@@ -158,27 +155,7 @@ class NamespaceList(Message, frozen=True, tag="Namespaces"):
 class TierStats(msgspec.Struct, array_like=True):
     """Numbers of a tier, since the server has started.
 
-    Attributes:
-        hits, misses: entries that were looked up in it.
-        skipped: look-ups that were not made: it keeps failing, or has too many of them.
-        late: look-ups of any number of entries that no client has waited for to their end.
-        claims: claims that it gave to owners on this host, renewals included.
-        claimed_elsewhere: claims that it refused, because owners on other hosts have them.
-        claimed_alone: claims that it was not asked for, or has not answered in time: they count on
-            this host only.
-        fetched: entries that were copied from it.
-        sent: entries that were copied to it.
-        known: entries that were not sent because it had them. In a shared tier, these are items
-            that were encoded twice.
-        drops: entries that were not sent or fetched because a queue or the memory was full, they
-            had waited too long, or a call failed.
-        errors: calls that failed or did not end in time.
-        corrupt: entries that were deleted and not sent because their bytes do not match their
-            checksum. The tier itself counts and deletes its own corrupt ones, which are misses.
-        queued, queued_bytes: entries that wait to be sent.
-        found_corrupt: corrupt entries that the tier has found in itself.
-        skips_lookups, skips_waiting, skips_reads, skips_writes: 1 while its look-ups fail, are
-            late, its reads fail, or its writes fail, and are skipped or not waited for; else 0.
+    Each is a metric `ec_store_tier_<name>`, which `ec_store.service` describes.
     """
 
     hits: int = 0

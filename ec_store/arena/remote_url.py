@@ -3,7 +3,6 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 from urllib.parse import urlsplit
 
 from ec_store.arena.protocol import MAX_KEY_CHARACTERS
@@ -61,28 +60,21 @@ def remote_options(url: str, environment: Mapping[str, str] = os.environ) -> Rem
         raise ValueError(f"the URL of another host's memory must be {parts.scheme}://host:port")
     if parts.username is not None or parts.password is not None:
         raise ValueError(f"the key is not in the URL: set {KEY_VARIABLE}")
-    known: dict[str, Any] = {"timeout": duration_s, "ssl_ca_certs": str, "server_name": str}
-    given = parameters(url, known)
+    options = parameters(url, _PARAMETERS, {"timeout": "timeout_s"})
     secure = parts.scheme == "shm+tls"
     for name in ("ssl_ca_certs", "server_name"):
-        if name in given and not secure:
+        if name in options and not secure:
             raise ValueError(f"{name} needs a shm+tls:// URL")
-        if given.get(name) == "":
+        if options.get(name) == "":
             raise ValueError(f"{name} must not be empty")
-    timeout_s = given.get("timeout", TIMEOUT_S)
-    if timeout_s <= 0:
+    if options.get("timeout_s", TIMEOUT_S) <= 0:
         raise ValueError("timeout must be greater than 0")
     key = environment.get(KEY_VARIABLE, "")
     check_key(key)
-    return RemoteOptions(
-        parts.hostname or "",
-        port,
-        secure,
-        key,
-        given.get("ssl_ca_certs"),
-        timeout_s,
-        given.get("server_name"),
-    )
+    return RemoteOptions(parts.hostname or "", port, secure, key, **options)
+
+
+_PARAMETERS = {"timeout": duration_s, "ssl_ca_certs": str, "server_name": str}
 
 
 def is_of_hosts(url: str) -> bool:

@@ -16,7 +16,6 @@ from ec_store.arena.extents import Extent
 from ec_store.arena.fields import (
     claim_request,
     encode_header,
-    encode_name,
     entry_infos,
     find_request,
     found_or_claimed,
@@ -30,9 +29,8 @@ from ec_store.arena.fields import (
     stats_of,
 )
 from ec_store.arena.index import Refusal
-from ec_store.arena.memory import Bytes, copy_in, copy_out
+from ec_store.arena.memory import Bytes, copy_in, in_one_part
 from ec_store.arena.protocol import (
-    LONGEST_S,
     ArenaRequest,
     Begin,
     Begun,
@@ -50,12 +48,12 @@ from ec_store.arena.protocol import (
     Row,
 )
 from ec_store.arena.url import ArenaOptions
-from ec_store.base import Listed, Store, StoreStats
+from ec_store.base import LONGEST_S, Listed, Store, StoreStats
 from ec_store.buffers import Buffers
 from ec_store.counts import Counts
 from ec_store.entry import Entry, EntryInfo, HeldEntry
 from ec_store.errors import CorruptEntry, EntryTooLarge, StoreUnavailable
-from ec_store.keys import EntryKey
+from ec_store.keys import EntryKey, encode_name
 
 R = TypeVar("R", bound=Message)
 
@@ -130,11 +128,7 @@ class ArenaStore(Store):
         pinned = self.pin(key)
         if pinned is None:
             return None
-        if len(pinned.parts) == 1:
-            [data] = pinned.parts
-        else:
-            buffer = self._buffers.take_buffer(pinned.place.size_bytes)
-            data = copy_out(pinned.parts, buffer).toreadonly()
+        data = in_one_part(pinned.parts, self._buffers).toreadonly()
         return Entry(data, pinned.dtype, pinned.shape, pinned.modality, pinned.metadata)
 
     def pin(self, key: EntryKey) -> "PlacedEntry | None":
@@ -170,14 +164,14 @@ class ArenaStore(Store):
     def claim(self, keys: Sequence[EntryKey], owner: str, seconds: float) -> list[bool]:
         """Claim entries (see `Store.claim`). A claim ends with this store's connection too."""
         reply = self._ask(claim_request(keys, owner, seconds, find=False))
-        return of_each(keys, reply.held)
+        return of_each(keys, reply.claims)
 
     def claim_or_find(
         self, keys: Sequence[EntryKey], owner: str, seconds: float
     ) -> list[EntryInfo | bool]:
         """Claim missing entries (see `Store.claim_or_find`), in one round trip."""
         reply = self._ask(claim_request(keys, owner, seconds, find=True))
-        return found_or_claimed(keys, reply.headers, reply.held)
+        return found_or_claimed(keys, reply.headers, reply.claims)
 
     def release(self, keys: Sequence[EntryKey], owner: str) -> None:
         self._ask(release_request(keys, owner))
@@ -198,7 +192,7 @@ class ArenaStore(Store):
             yield replace(_listed(row), problem=self._problem(row.digest, fix=fix))
 
     def stats(self) -> StoreStats:
-        return stats_of(self._ask(GetStats()), self._process_counts())
+        return stats_of(self._ask(GetStats()), self.counts)
 
     def register_namespace(self, model: str, namespace: str) -> None:
         self._ask(Register(encode_name(model), encode_name(namespace)))
@@ -358,18 +352,6 @@ class EntryWrite:
         except (CorruptEntry, StoreUnavailable) as error:
             self.abort()
             raise StoreUnavailable(f"the place of a write is unusable: {error}") from None
-
-    def entry(
-        self,
-        dtype: str,
-        shape: tuple[int, ...],
-        modality: str,
-        metadata: Mapping[str, Any],
-        encode_s: float = 0.0,
-    ) -> PlacedEntry:
-        """Return the entry that was written, for `commit`."""
-        parts = [part.data.toreadonly() for part in self.parts]
-        return PlacedEntry(dtype, shape, modality, metadata, self.place, parts, encode_s)
 
     def commit(self, entry: HeldEntry) -> bool:
         """Store the entry; return False if another one of its key was stored first.

@@ -12,50 +12,36 @@ from ec_store.counts import Counts
 from ec_store.entry import Entry, EntryInfo
 from ec_store.keys import EntryKey
 
-LOOKUP_S = 0.01
-"""Time in seconds that a client waits for the look-up in all tiers; then the entry is a miss. Half
-of the time that a proxy gives a look-up (`ec_store_budget_s`). A late look-up goes on in the
-background, and what it finds is fetched."""
-
 MAX_LOOKUPS = 64
 """Upper bound of the look-ups in a tier at once; further ones skip it."""
-
-MAX_KEYS = 256
-"""Upper bound of the entries in one look-up; further ones are misses. More take too long."""
-
-QUEUE_BYTES = 512 * 2**20
-"""Upper bound of the bytes that wait to be sent to a tier, and of those that are being fetched. One
-larger entry is let in if nothing else waits."""
-
-QUEUE_ENTRIES = 4096
-"""Upper bound of the entries that wait to be sent to a tier, and of those that wait to be deleted.
-"""
-
-QUEUED_S = 30.0
-"""Time in seconds after which an entry that still waits is not sent."""
-
-FETCH_S = 30.0
-"""Time in seconds after which an entry that has not come is a miss."""
-
-TOUCH_S = 600.0
-"""Shortest time in seconds between two writes of a used entry to a tier of this host. The second
-one only counts as a use there, unless the tier has evicted it."""
 
 
 @dataclass(slots=True)
 class TierLimits:
-    """Bounds of the transfers to and from tiers, as the constants of their names say.
+    """Bounds of the transfers to and from each tier.
 
-    `skip_s` is the time in seconds for which a failing tier is skipped.
+    Attributes:
+        lookup_s: time in seconds that a client waits for the look-up in all tiers; then the entry
+            is a miss. Half of the time that a proxy gives a look-up (`ec_store_budget_s`). A late
+            look-up goes on in the background, and what it finds is fetched.
+        max_keys: entries in one look-up; further ones are misses. More take too long.
+        queue_bytes: bytes that wait to be sent to a tier, and those that are being fetched. One
+            larger entry is let in if nothing else waits.
+        queue_entries: entries that wait to be sent to a tier, and those that wait to be deleted.
+        queued_s: time in seconds after which an entry that still waits is not sent.
+        fetch_s: time in seconds after which an entry that has not come is a miss.
+        touch_s: shortest time in seconds between two writes of a used entry to a tier of this host.
+            The second one only counts as a use there, unless the tier has evicted it.
+        skip_s: time in seconds for which a failing tier is skipped.
     """
 
-    lookup_s: float = LOOKUP_S
-    max_keys: int = MAX_KEYS
-    queue_bytes: int = QUEUE_BYTES
-    queue_entries: int = QUEUE_ENTRIES
-    queued_s: float = QUEUED_S
-    fetch_s: float = FETCH_S
-    touch_s: float = TOUCH_S
+    lookup_s: float = 0.01
+    max_keys: int = 256
+    queue_bytes: int = 512 * 2**20
+    queue_entries: int = 4096
+    queued_s: float = 30.0
+    fetch_s: float = 30.0
+    touch_s: float = 600.0
     skip_s: float = OPEN_S
 
 

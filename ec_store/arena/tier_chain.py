@@ -1,9 +1,9 @@
 """Tiers behind an arena: what is looked up in them, fetched from them and sent to them.
 
 **Look-up.** What the arena lacks is looked up in the first tier, and what that lacks in the second.
-A client waits for `LOOKUP_S` at most, of which each tier has its share. A late look-up goes on in
-the background. What is found is fetched, once on a host, and from the next tier if the first one
-does not have it any more.
+A client waits for `TierLimits.lookup_s` at most, of which each tier has its share. A late look-up
+goes on in the background. What is found is fetched, once on a host, and from the next tier if the
+first one does not have it any more.
 
 **Which entries a tier gets.** A tier that hosts share gets every new entry at once: another host
 may wait for it. A tier of this host alone gets an entry at its second use here, which is a lease,
@@ -24,7 +24,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from ec_store.arena.arena import Arena
-from ec_store.arena.fields import decode_name, encode_header, encode_name
+from ec_store.arena.fields import encode_header
 from ec_store.arena.index import Refusal, Slot
 from ec_store.arena.memory import Bytes
 from ec_store.arena.protocol import ClaimKeys, Find, Read
@@ -33,7 +33,7 @@ from ec_store.arena.tier_link import Answer, TierLink
 from ec_store.bounded import BoundedDict
 from ec_store.entry import EntryInfo
 from ec_store.errors import StoreError
-from ec_store.keys import EntryKey
+from ec_store.keys import EntryKey, decode_name, encode_name
 
 MAX_WRITTEN = 65536
 """Upper bound of the entries that are remembered after their arrival, to notice a second one, and
@@ -94,7 +94,7 @@ class TierChain:
         """Look up what a request names and the arena lacks, and begin to fetch what is found.
 
         Returns:
-            A task that ends within `LOOKUP_S`, with the keys that owners on other hosts have
+            A task that ends within `lookup_s`, with the keys that owners on other hosts have
             claimed. None: there is nothing to look up.
         """
         missing = self._arena.index.lacking(request.digests, self._clock())

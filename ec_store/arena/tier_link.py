@@ -10,12 +10,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapp
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
+from ec_store.aio import on_thread
 from ec_store.arena.arena import Arena
 from ec_store.arena.fields import encode_header, parse_header
 from ec_store.arena.index import Slot
-from ec_store.arena.memory import Bytes, copy_in, copy_out, parts_of
+from ec_store.arena.memory import Bytes, copy_in, in_one_part, parts_of
 from ec_store.arena.protocol import ClaimKeys, TierStats
 from ec_store.arena.tier import MAX_LOOKUPS, SharedTier, Tier, TierLimits
 from ec_store.bounded import BoundedDict
@@ -38,8 +39,6 @@ FAILED_S = 5.0
 """Time in seconds for which a tier is not asked for an entry that could not be fetched from it."""
 
 MAX_FAILED = 4096
-
-T = TypeVar("T")
 
 Answer: TypeAlias = EntryInfo | bool | None
 """Fields of the header of an entry that was found. Of a missing one, whether this owner has its
@@ -143,7 +142,7 @@ class TierLink:
         try:
             if claim is None or not self.shared:
                 find = partial(self._find, digests, (), claim, {})
-                found = await _on(self._lookups, find)
+                found = await on_thread(self._lookups, find)
             else:
                 found = await self._find_and_claim(digests, claim)
         except StoreError as error:
@@ -162,7 +161,9 @@ class TierLink:
             claimed = [each for each in digests if index.may_claim(each, claim.owner, now_s)]
             waiting = [each for each in claimed if each in self._releasing]
             released = {each: self._releasing.pop(each) for each in waiting}
-            return await _on(self._lookups, partial(self._find, digests, claimed, claim, released))
+            return await on_thread(
+                self._lookups, partial(self._find, digests, claimed, claim, released)
+            )
 
     @asynccontextmanager
     async def _claims_of(self, digests: Sequence[bytes]) -> AsyncIterator[None]:
@@ -183,7 +184,7 @@ class TierLink:
         """Copy an entry to its place in the memory; False if it does not come from this tier."""
         copied = False
         try:
-            copied = await _on(self._fetches, partial(self._copy_in, key, slot))
+            copied = await on_thread(self._fetches, partial(self._copy_in, key, slot))
             self._reading.succeeded()
         except StoreError as error:
             self._fail(self._reading, error)
@@ -270,8 +271,8 @@ class TierLink:
             for release in set[_Release]().union(*released.values()):
                 ended = [digest for digest, releases in released.items() if release in releases]
                 self._tier.release_claims(_names(ended), release.owner)
-            held = self._tier.claim_missing(_names(claimed), claim.owner, claim.seconds)
-            found.update(zip(claimed, held, strict=True))
+            answers = self._tier.claim_missing(_names(claimed), claim.owner, claim.seconds)
+            found.update(zip(claimed, answers, strict=True))
         if others := [digest for digest in digests if digest not in found]:
             infos = self._tier.find(_names(others))
             found.update(zip(others, infos, strict=True))
@@ -321,7 +322,7 @@ class TierLink:
             return
         number, slot = pin
         try:
-            sent = await _on(self._changes, partial(self._copy_out, slot))
+            sent = await on_thread(self._changes, partial(self._copy_out, slot))
         except CorruptEntry as error:
             self.stats.corrupt += 1
             index.discard(own, number)
@@ -350,11 +351,8 @@ class TierLink:
         # A look-up saves the way of the bytes; `put` counts a use in the tier of this host.
         if self.shared and self._tier.find([info.key.digest])[0] is not None:
             return False
-        parts = [part.data for part in parts_of(self._memory, slot.extents, slot.size_bytes)]
-        if len(parts) == 1:
-            [data] = parts
-        else:
-            data = copy_out(parts, self._buffers.take_buffer(slot.size_bytes))
+        parts = parts_of(self._memory, slot.extents, slot.size_bytes)
+        data = in_one_part([part.data for part in parts], self._buffers)
         # Without a checksum yet, the one that the tier computes is the first.
         if slot.checksum and checksum(data) != slot.checksum:
             raise CorruptEntry(f"the bytes of {slot.digest.hex()} do not match their checksum")
@@ -382,7 +380,7 @@ class TierLink:
     ) -> None:
         """Delete or release in the tier; `drops` counts if it fails. `end` is always called."""
         try:
-            await _on(self._changes, call)
+            await on_thread(self._changes, call)
         except StoreError as error:
             self.stats.drops += drops
             self._fail(self._writing, error)
@@ -396,11 +394,3 @@ class TierLink:
 
 def _names(digests: Sequence[bytes]) -> list[str]:
     return [digest.hex() for digest in dict.fromkeys(digests)]
-
-
-async def _on(pool: DaemonPool, call: Callable[[], T]) -> T:
-    """Run a call on a thread. Raise StoreUnavailable if no thread can be started."""
-    future = pool.submit(call)
-    if future.cancelled():
-        raise StoreUnavailable("no thread can be started")
-    return await asyncio.wrap_future(future)

@@ -1,11 +1,15 @@
 """Options in a `shm://` URL."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from ec_store.arena.sockets import default_socket
 from ec_store.config import duration_s, octal, parameters, size_bytes
+
+MAX_PATH_BYTES = 100
+"""Limit of `sockaddr_un` (unix(7)), less the name of the lock beside the socket."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,23 +47,10 @@ def arena_options(url: str) -> ArenaOptions:
         raise ValueError(f"{url!r} is not of the form shm:///path/of/the/socket")
     if len(path.encode()) > MAX_PATH_BYTES:
         raise ValueError(f"the path of the socket has more than {MAX_PATH_BYTES} bytes")
-    known: dict[str, Any] = {
-        "timeout": duration_s,
-        "verify": _share,
-        "max_bytes": size_bytes,
-        "ttl": duration_s,
-        "mode": octal,
-    }
-    names = {"timeout": "timeout_s", "ttl": "ttl_s"}
-    given = {names.get(name, name): value for name, value in parameters(url, known).items()}
-    options = ArenaOptions(path, **given)
+    options = ArenaOptions(path, **parameters(url, _PARAMETERS, _FIELDS))
     if options.timeout_s <= 0 or options.max_bytes <= 0 or options.ttl_s <= 0:
         raise ValueError("timeout, max_bytes and ttl must be greater than 0")
     return options
-
-
-MAX_PATH_BYTES = 100
-"""Limit of `sockaddr_un` (unix(7)), less the name of the lock beside the socket."""
 
 
 def _share(text: str) -> float:
@@ -67,3 +58,13 @@ def _share(text: str) -> float:
     if not 0 <= share <= 1:
         raise ValueError(f"{text!r} is not a share from 0 to 1")
     return share
+
+
+_PARAMETERS: Mapping[str, Any] = {
+    "timeout": duration_s,
+    "verify": _share,
+    "max_bytes": size_bytes,
+    "ttl": duration_s,
+    "mode": octal,
+}
+_FIELDS = {"timeout": "timeout_s", "ttl": "ttl_s"}

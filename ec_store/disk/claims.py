@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from ec_store.base import LONGEST_CLAIM_S
+from ec_store.base import LONGEST_S
 from ec_store.disk.files import DIGEST, LISTED, Folder
 from ec_store.disk.lock import lock
 
@@ -107,7 +107,7 @@ def _holder(folder: Folder, digest: str) -> str | None:
         return None
     if not holder or age_s < -SLACK_S or math.isnan(lives_s):
         return None
-    return holder if min(lives_s, LONGEST_CLAIM_S) > age_s else None
+    return holder if min(lives_s, LONGEST_S) > age_s else None
 
 
 def _signed(owner: bytes) -> str:

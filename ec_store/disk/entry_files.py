@@ -20,6 +20,7 @@ from ec_store.entry import (
     encode_header,
     header_length,
     read_header,
+    verified_entry,
 )
 from ec_store.errors import CorruptEntry, EntryTooLarge
 from ec_store.keys import EntryKey
@@ -59,9 +60,7 @@ def load_header(digest: str, fd: int, size: int) -> EntryInfo:
     length = header_length(head)
     if length > len(head):
         head = memoryview(os.pread(fd, length, 0))
-    info = read_header(head)
-    if info.key.digest != digest:
-        raise CorruptEntry("it is another key's entry")
+    info = read_header(head, digest)
     if info.size_bytes != size:
         raise CorruptEntry(f"it is {size} bytes long, not {info.size_bytes}")
     return info
@@ -95,13 +94,7 @@ class EntryFiles:
             piece = payload[start : start + _PIECE_BYTES]
             _read(piece, fd, info.header_bytes + start)
             digest.update(piece)
-        if digest.hexdigest() != info.checksum:
-            raise CorruptEntry("its checksum does not match its payload")
-        return Entry(payload.toreadonly(), info.dtype, info.shape, info.modality, info.metadata)
-
-    def close(self) -> None:
-        """Release the memory that no entry refers to."""
-        self._buffers = Buffers()
+        return verified_entry(info, payload, digest.hexdigest())
 
 
 def _read(into: memoryview, fd: int, offset: int) -> None:

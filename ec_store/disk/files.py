@@ -235,8 +235,3 @@ def close_quietly(fd: int) -> None:
         os.close(fd)
     except OSError:
         pass
-
-
-def is_regular(status: os.stat_result) -> bool:
-    """Return whether the status is a plain file's."""
-    return stat.S_ISREG(status.st_mode)

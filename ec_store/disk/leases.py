@@ -11,14 +11,12 @@ from collections.abc import Collection, Iterator
 from contextlib import suppress
 from itertools import islice
 
+from ec_store.base import LONGEST_S
 from ec_store.disk.files import Folder
 
 SWEPT_BY_LEASES = 256
 """Expired leases that the first lease of a new folder removes: the caller waits for it. The others
 are left to the removal of leftovers, which needs a writer or an evictor."""
-
-LONGEST_S = 3600.0
-"""Upper bound in seconds of a lease, both when it is written and when it is read."""
 
 
 def lease_folder(folder: Folder, seconds: float, now_s: float) -> Folder:

@@ -4,20 +4,21 @@ import errno
 import hashlib
 import json
 import os
+import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any, Self, TypeVar
 
-from ec_store.base import Listed, Store, StoreStats
+from ec_store.base import Listed, Store, StoreStats, process_counts
 from ec_store.counts import Counts
 from ec_store.disk import ledger
 from ec_store.disk.claims import give_back, take_claims
 from ec_store.disk.config import DiskConfig, StoreSettings
 from ec_store.disk.entry_files import EntryFiles, blob_bytes, load_header, write_entry
 from ec_store.disk.eviction_policy import taken_bytes
-from ec_store.disk.files import NO_ROOM, Folder, close_quietly, is_regular
+from ec_store.disk.files import NO_ROOM, Folder, close_quietly
 from ec_store.disk.housekeeping import Housekeeping
 from ec_store.disk.leases import add_lease, count_leased, lease_folder, leased_digests
 from ec_store.disk.ledger import Usage
@@ -33,7 +34,7 @@ from ec_store.errors import (
     StoreMissing,
     StoreUnavailable,
 )
-from ec_store.keys import EntryKey, owner_bytes
+from ec_store.keys import EntryKey, encode_name, owner_bytes
 
 T = TypeVar("T")
 
@@ -217,11 +218,11 @@ class SharedDiskStore(Store):
             bytes=max(0, usage.bytes),
             max_bytes=quota_bytes,
             leased=leased,
-            **self._process_counts(),
+            **process_counts(self.counts),
         )
 
     def register_namespace(self, model: str, namespace: str) -> None:
-        name = hashlib.sha256(model.encode("utf-8", "surrogatepass")).hexdigest() + ".json"
+        name = hashlib.sha256(encode_name(model)).hexdigest() + ".json"
         # Not orjson, which rejects the lone surrogates that a name may have.
         content = json.dumps({"model": model, "namespace": namespace}).encode()
         with self._translate_errors("the namespace could not be registered"):
@@ -236,7 +237,6 @@ class SharedDiskStore(Store):
 
     def close(self) -> None:
         self._opening.close()
-        self._files.close()
 
     @contextmanager
     def _translate_errors(self, what: str) -> Iterator[None]:
@@ -298,7 +298,7 @@ class SharedDiskStore(Store):
             return None
         try:
             status = os.fstat(fd)
-            if not is_regular(status):
+            if not stat.S_ISREG(status.st_mode):
                 self._remove_corrupt(tree, digest, status.st_ino)
                 return None
             if not self._is_live(status):
@@ -334,7 +334,7 @@ class SharedDiskStore(Store):
             status = folder.stat(digest)
             if inode not in {None, status.st_ino}:
                 return
-            if is_regular(status):
+            if stat.S_ISREG(status.st_mode):
                 ledger.remove_entry(tree.root, folder, digest, inode)
             elif not (folder.remove(digest) or folder.remove_folder(digest)):
                 return

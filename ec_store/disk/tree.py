@@ -13,6 +13,7 @@ swept                                 time of the last sweep
 import errno
 import os
 import random
+import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ec_store.disk.eviction_policy import EvictionCandidate, FileSystem
-from ec_store.disk.files import DIGEST, READ, Folder, is_regular
+from ec_store.disk.files import DIGEST, READ, Folder
 
 T = TypeVar("T")
 
@@ -144,7 +145,7 @@ def _scan(folder: Folder, unread: list[OSError], *, clean: bool) -> list[Found]:
                 continue
             with _collect_error(unread):
                 status = item.stat(follow_symlinks=False)
-                if is_regular(status):
+                if stat.S_ISREG(status.st_mode):
                     size, inode = status.st_size, status.st_ino
                     found.append(Found(item.name, size, used_s(status), folder, inode))
     return found

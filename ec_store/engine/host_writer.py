@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ec_store.arena.store import ArenaStore
+from ec_store.arena.store import ArenaStore, PlacedEntry
 from ec_store.engine.accept import FiniteOnly
 from ec_store.engine.tensors import DTYPES, Output, new_stream
 from ec_store.keys import EntryKey
@@ -45,7 +45,9 @@ class HostWriter:
             if tensor.device.type != "cpu" and self._stream is None:
                 self._stream = new_stream(tensor.device)
             output.copy_to([torch.from_numpy(part) for part in write.parts], self._stream)
-            entry = write.entry(dtype, tuple(tensor.shape), modality, metadata, encode_s)
+            parts = [part.data.toreadonly() for part in write.parts]
+            shape = tuple(tensor.shape)
+            entry = PlacedEntry(dtype, shape, modality, metadata, write.place, parts, encode_s)
             accepted = self._accept(entry)
         except BaseException:
             if self._has_ended():

@@ -57,11 +57,6 @@ class Lane:
         self._client = client
         self._number = number
 
-    @property
-    def unused(self) -> bool:
-        """Return whether no entry refers to the memory."""
-        return is_unused(self.memory)
-
     def exist(self, names: Sequence[str]) -> list[bool]:
         """Return whether values exist. A value that does is protected for the lease time."""
         return [status == 1 for status in self._call("exist", names)]
@@ -147,7 +142,7 @@ class MooncakeClient:
         with self._changed:
             while True:
                 for lane in reversed(self._free):
-                    if lane.unused:
+                    if is_unused(lane.memory):  # no entry refers to it
                         self._free.remove(lane)
                         return lane
                 if time.monotonic() > deadline_s:

@@ -214,15 +214,12 @@ class MooncakeTier:
 
     def _head(self, digest: str, raw: bytes) -> EntryInfo | None:
         try:
-            info = read_header(memoryview(raw))
-            if info.key.digest != digest:
-                raise CorruptEntry("it is another key's entry")  # noqa: TRY301
+            return read_header(raw, digest)
         except OtherFormat:
             return None
         except CorruptEntry as error:
             self._count_corrupt(digest, error)
             return None
-        return info
 
     def _count_corrupt(self, digest: str, error: CorruptEntry) -> None:
         self.counts.add(corrupt=1)

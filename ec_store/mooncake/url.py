@@ -93,9 +93,7 @@ def mooncake_options(url: str) -> MooncakeOptions:
     if not parts.hostname:
         raise ValueError("a mooncake:// URL must name the host of the master")
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-    given = parameters(url, _PARAMETERS)
-    fields = {_FIELDS.get(name, name): value for name, value in given.items()}
-    return MooncakeOptions(master=f"{host}:{port}", **fields)
+    return MooncakeOptions(master=f"{host}:{port}", **parameters(url, _PARAMETERS, _FIELDS))
 
 
 def _claims(text: str) -> str:

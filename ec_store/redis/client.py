@@ -17,7 +17,10 @@ from ec_store.errors import StoreUnavailable
 from ec_store.redis.connection import Command, Node, RedisConnection, Reply
 from ec_store.redis.url import Address, RedisOptions
 
-ALL = 2**31
+MAX_PENDING = 4
+"""Upper bound of the pending replies of a node that go into buffers: enough to keep its connection
+busy, and a bound on the memory that the server holds for a client, which counts towards
+`maxmemory`."""
 
 MOST_MOVES = 5
 """Upper bound of the moves to other nodes that one call follows."""
@@ -48,6 +51,7 @@ class RedisClient:
     def __init__(self, options: RedisOptions) -> None:
         self._options = options
         self._nodes = {address: Node(address, options) for address in options.addresses}
+        self._only = None if options.cluster else self._nodes[options.addresses[0]]
         self._slots: list[Node | None] = []
         self._bound = _Bound()
         self._closed = False
@@ -78,7 +82,7 @@ class RedisClient:
         self,
         commands: Sequence[Command],
         *,
-        window: int = ALL,
+        node: Node | None = None,
         into: Sequence[memoryview] | None = None,
     ) -> list[Reply]:
         """Run commands, and return their replies in order.
@@ -90,8 +94,9 @@ class RedisClient:
 
         Args:
             commands: commands, sent to each node at once: one round trip.
-            window: upper bound of the pending replies, for large ones.
-            into: buffers for the values that the commands return; each reply is the length then.
+            node: node of all commands; None: that of each command's key.
+            into: buffers for the values that the commands return, which may be large; each reply is
+                the length then, and at most `MAX_PENDING` are pending.
 
         Raises:
             Refused: a server could not serve now.
@@ -100,13 +105,13 @@ class RedisClient:
         if not commands:
             return []
         replies: dict[int, Reply] = {}
-        deadline_s = self._deadline_s()
+        target, deadline_s = node or self._only, self._deadline_s()
         moves = failures = 0
         while True:
             todo = {
                 number: command for number, command in enumerate(commands) if number not in replies
             }
-            problem = self._round(todo, replies, window, into, deadline_s)
+            problem = self._round(todo, replies, target, into, deadline_s)
             if problem is None:
                 return [replies[number] for number in range(len(commands))]
             if isinstance(problem, redis.exceptions.AskError):
@@ -114,30 +119,19 @@ class RedisClient:
             else:
                 failures += 1
             if moves > MOST_MOVES or failures > 1 or not _is_retryable(problem):
-                raise _translated(problem, self._only_address) from None
+                raise _translated(problem, target) from None
 
     def each_master(self, command: Command) -> list[tuple[Node, Reply]]:
         """Return each master with its reply to a command without a key."""
-        if not self._options.cluster:
-            nodes = [self._nodes[self._options.addresses[0]]]
+        if self._only is not None:
+            nodes = [self._only]
         else:  # the present map may lack a node that this process has not used
             try:
                 slots = self._loaded(self._deadline_s())
             except redis.RedisError as error:
                 raise _translated(error) from None
             nodes = list(dict.fromkeys(node for node in slots if node))
-        return [(node, self.ask_node(node, command)) for node in nodes]
-
-    def ask_node(self, node: Node, command: Command) -> Reply:
-        deadline_s = self._deadline_s()
-        for attempt in (1, 2):
-            try:
-                return _checked(self._exchange(node, [command], deadline_s)[0])
-            except redis.RedisError as error:
-                self._failed(node, error)
-                if attempt == 2 or not _is_retryable(error):  # noqa: PLR2004
-                    raise _translated(error, node.address) from None
-        raise AssertionError
+        return [(node, self.run([command], node=node)[0]) for node in nodes]
 
     def scan(self, pattern: bytes, count: int) -> Iterator[list[bytes]]:
         """Yield names of keys in batches, some more than once.
@@ -149,7 +143,7 @@ class RedisClient:
             reply = first
             yield reply[1]
             while int(reply[0]):
-                reply = self.ask_node(node, ("SCAN", reply[0], *rest))
+                [reply] = self.run([("SCAN", reply[0], *rest)], node=node)
                 yield reply[1]
 
     def close(self) -> None:
@@ -157,11 +151,6 @@ class RedisClient:
         self._closed = True
         for node in list(self._nodes.values()):
             node.close()
-
-    @property
-    def _only_address(self) -> Address | None:
-        """Address of the server; None for a cluster."""
-        return None if self._options.cluster else self._options.addresses[0]
 
     def _deadline_s(self) -> float:
         bound = self._bound.deadline_s
@@ -171,16 +160,17 @@ class RedisClient:
         self,
         commands: Mapping[int, Command],
         replies: dict[int, Reply],
-        window: int,
+        target: Node | None,
         into: Sequence[memoryview] | None,
         deadline_s: float,
     ) -> redis.RedisError | None:
         """Send commands to all nodes, then read the replies; return the worst error, if any."""
         try:
-            groups = self._routed(commands, deadline_s)
+            groups = self._routed(commands, target, deadline_s)
         except redis.RedisError as error:
             self._slots = []
             return error
+        window = MAX_PENDING if into else len(commands)
         problems: list[redis.RedisError] = []
         with ExitStack() as stack:
             sent: list[tuple[Node, RedisConnection, list[int]]] = []
@@ -245,10 +235,10 @@ class RedisClient:
             return [connection.read() for _ in commands]
 
     def _routed(
-        self, commands: Mapping[int, Command], deadline_s: float
+        self, commands: Mapping[int, Command], target: Node | None, deadline_s: float
     ) -> list[tuple[Node, list[int]]]:
-        if not self._options.cluster:
-            return [(self._nodes[self._options.addresses[0]], list(commands))]
+        if target is not None:
+            return [(target, list(commands))]
         # A local reference: another thread may replace the map meanwhile.
         slots = self._slots or self._loaded(deadline_s)
         groups: dict[Node, list[int]] = {}
@@ -317,8 +307,8 @@ def _is_retryable(error: redis.RedisError) -> bool:
     )
 
 
-def _translated(error: redis.RedisError, address: Address | None = None) -> StoreUnavailable:
-    text = f"{address}: {error}" if address else str(error)
+def _translated(error: redis.RedisError, node: Node | None = None) -> StoreUnavailable:
+    text = f"{node.address}: {error}" if node else str(error)
     if isinstance(error, redis.OutOfMemoryError):
         return OutOfMemory(f"Redis is full: {text}")
     if isinstance(error, _FAILING_OVER):

@@ -5,7 +5,6 @@ are used. The sockets are handled here for two reasons: one deadline covers ever
 sends and receives, and an entry's value is received into its final buffer.
 """
 
-import os
 import socket
 import ssl
 import time
@@ -17,6 +16,7 @@ from typing import Any, Final, TypeVar
 import hiredis
 import redis
 
+from ec_store.counts import after_fork
 from ec_store.redis.url import Address, RedisOptions
 
 T = TypeVar("T")
@@ -209,7 +209,7 @@ class Node:
         self._idle: deque[RedisConnection] = deque()
         self._generation = 0
         self._closed = False
-        self._pid = os.getpid()
+        after_fork(self._forget_parent)
         self.failed_s = 0.0
         """Time of the last failed or aborted call, by the monotonic clock."""
 
@@ -241,7 +241,6 @@ class Node:
 
     def close_connections(self) -> None:
         """Close all connections, those in use after their calls: they may lead to an old server."""
-        self._own()
         self._generation += 1
         with suppress(IndexError):  # another thread has taken the last one
             while self._idle:
@@ -256,7 +255,6 @@ class Node:
                 connection.close()
 
     def _take(self, deadline_s: float) -> RedisConnection:
-        self._own()
         generation = self._generation
         while True:
             try:
@@ -267,9 +265,9 @@ class Node:
                 connection.deadline_s = deadline_s
                 return connection
 
-    def _own(self) -> None:
-        if self._pid != os.getpid():
-            self._idle, self._pid = deque(), os.getpid()
+    def _forget_parent(self) -> None:
+        """Drop the connections of the parent, in a child of `fork`."""
+        self._idle = deque()
 
     def _connect(self, deadline_s: float, generation: int) -> RedisConnection:
         sock = _connected(self.address, self._options, deadline_s)

@@ -10,7 +10,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ec_store.buffers import Buffers
-from ec_store.entry import Entry, EntryInfo, checksum, decode, header_length, read_header
+from ec_store.entry import (
+    Entry,
+    EntryInfo,
+    checksum,
+    decode,
+    header_length,
+    read_header,
+    verified_entry,
+)
 from ec_store.errors import CorruptEntry
 from ec_store.keys import EntryKey
 from ec_store.redis.client import RedisClient
@@ -28,10 +36,6 @@ WINDOW_BYTES = 2**20
 """Bytes of one reply: the first one has the whole of a small entry. The allocator of Redis returns
 buffers of 8 MiB or more to the system at once, so that the kernel would clear each of them again.
 """
-
-WINDOWS = 4
-"""Upper bound of the pending replies: enough to keep the connection busy, and a bound on the memory
-that the server holds for a client, which counts towards `maxmemory`."""
 
 REFRESH_BELOW = 0.9
 """Share of the time to live below which a use renews it. So an entry expires between 0.9 and 1 of
@@ -150,7 +154,7 @@ class RedisEntries:
         longer: dict[int, Command] = {}
         for place, head in enumerate(heads):
             with suppress(CorruptEntry):
-                end = header_length(memoryview(head))
+                end = header_length(head)
                 if end > len(head) > 0:
                     longer[place] = self._range(digests[place], 0, end)
         for place, head in zip(longer, self._client.run(list(longer.values())), strict=True):
@@ -180,14 +184,12 @@ class RedisEntries:
         first = beginning.blob
         if len(first) < self._window_bytes:
             return decode(key, memoryview(first))
-        info = info_of(key.digest, first)
+        info = read_header(first, key.digest)
         payload = self._buffers.take_buffer(info.payload_bytes)
         received = min(len(first) - info.header_bytes, len(payload))
         payload[:received] = memoryview(first)[info.header_bytes :][:received]
         self._fill(payload[received:], key.digest, info.header_bytes + received)
-        if checksum(payload) != info.checksum:
-            raise CorruptEntry("its checksum does not match its payload")
-        return Entry(payload.toreadonly(), info.dtype, info.shape, info.modality, info.metadata)
+        return verified_entry(info, payload, checksum(payload))
 
     def _fill(self, room: memoryview, digest: str, offset: int) -> None:
         size = self._window_bytes
@@ -197,7 +199,7 @@ class RedisEntries:
             self._range(digest, offset + start, len(piece))
             for start, piece in zip(starts, rooms, strict=True)
         ]
-        lengths = self._client.run(commands, window=WINDOWS, into=rooms)
+        lengths = self._client.run(commands, into=rooms)
         if lengths != list(map(len, rooms)):
             raise CorruptEntry("it is shorter than its header says")
 
@@ -227,22 +229,10 @@ class RedisEntries:
         values = self._client.run([("STRLEN", self._names.entry(digest)) for digest in digests])
         return [max(0, size - ID_BYTES) for size in values]
 
-    def close(self) -> None:
-        """Release the unused memory."""
-        self._buffers = Buffers()
-
-
-def info_of(digest: str, head: bytes) -> EntryInfo:
-    """Return the header's fields; raise CorruptEntry if it is not the entry of this digest."""
-    info = read_header(memoryview(head))
-    if info.key.digest != digest:
-        raise CorruptEntry("it is another key's entry")
-    return info
-
 
 def info_or_none(digest: str, head: bytes) -> EntryInfo | None:
-    """Return the fields as `info_of`; None if the header is invalid."""
+    """Return the header's fields; None if it is invalid, or not of the entry of this digest."""
     try:
-        return info_of(digest, head)
+        return read_header(head, digest)
     except CorruptEntry:
         return None

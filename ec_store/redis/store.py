@@ -13,20 +13,14 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Self
 
-from ec_store.base import LONGEST_CLAIM_S, Listed, Store, StoreStats
+from ec_store.base import LONGEST_S, Listed, Store, StoreStats, process_counts
 from ec_store.counts import Counts
-from ec_store.entry import Entry, EntryInfo, checksum, encode_header
+from ec_store.entry import Entry, EntryInfo, checksum, encode_header, read_header
 from ec_store.errors import CorruptEntry, EntryTooLarge, OtherFormat, StoreUnavailable
-from ec_store.keys import EntryKey, owner_bytes
+from ec_store.keys import EntryKey, decode_name, encode_name, owner_bytes
 from ec_store.redis.client import OutOfMemory, RedisClient, Refused
 from ec_store.redis.connection import Command, Reply
-from ec_store.redis.entries import (
-    WINDOW_BYTES,
-    Beginning,
-    RedisEntries,
-    info_of,
-    info_or_none,
-)
+from ec_store.redis.entries import WINDOW_BYTES, Beginning, RedisEntries, info_or_none
 from ec_store.redis.names import RedisNames
 from ec_store.redis.url import RedisOptions, redis_options
 from ec_store.redis.write_permits import WritePermits
@@ -140,8 +134,8 @@ class RedisStore(Store):
             )
             infos = self._entries.parse_infos(digests, heads)
         found = zip(digests, infos, claims, strict=True)
-        self.release_claims([digest for digest, info, held in found if info and held], owner)
-        return [info or held for info, held in zip(infos, claims, strict=True)]
+        self.release_claims([digest for digest, info, claimed in found if info and claimed], owner)
+        return [info or claimed for info, claimed in zip(infos, claims, strict=True)]
 
     def release(self, keys: Sequence[EntryKey], owner: str) -> None:
         """Release claims (see `Store.release`), in two round trips."""
@@ -151,8 +145,8 @@ class RedisStore(Store):
         """Release claims as `release`, by the digests of their keys."""
         names = [self._names.claim(digest) for digest in digests]
         holders = self._client.run([("GET", name) for name in names])
-        held = [name for name, holder in zip(names, holders, strict=True) if holder == owner]
-        self._client.run([("UNLINK", name) for name in held])
+        found = zip(names, holders, strict=True)
+        self._client.run([("UNLINK", name) for name, holder in found if holder == owner])
 
     def delete(self, keys: Sequence[EntryKey]) -> int:
         return self.remove(list(dict.fromkeys(key.digest for key in keys)))
@@ -172,7 +166,7 @@ class RedisStore(Store):
             )
         gone = [name for name, value in self.namespaces().items() if value == namespace]
         if gone:
-            self._client.run([("HDEL", self._names.namespaces, *map(_encoded, gone))])
+            self._client.run([("HDEL", self._names.namespaces, *map(encode_name, gone))])
         return count
 
     def ls(self) -> Iterator[Listed]:
@@ -214,21 +208,20 @@ class RedisStore(Store):
             bytes=sum(int(server[b"used_memory"]) for server in servers),
             max_bytes=sum(quotas) if all(quotas) else None,
             leased=None,
-            **self._process_counts(),
+            **process_counts(self.counts),
         )
 
     def register_namespace(self, model: str, namespace: str) -> None:
-        pair = (_encoded(model), _encoded(namespace))
+        pair = (encode_name(model), encode_name(namespace))
         self._client.run([("HSET", self._names.namespaces, *pair)])
 
     def namespaces(self) -> Mapping[str, str]:
         reply = self._client.run([("HGETALL", self._names.namespaces)])[0]
-        texts = [_decoded(part) for part in reply]
+        texts = [decode_name(part) for part in reply]
         return dict(zip(texts[::2], texts[1::2], strict=True))
 
     def close(self) -> None:
         self._client.close()
-        self._entries.close()
 
     def _put(self, key: EntryKey, header: bytes, payload: memoryview, *, replace: bool) -> bool:
         if time.monotonic() < self._writes_off_until:
@@ -241,7 +234,7 @@ class RedisStore(Store):
     ) -> tuple[list[bool], list[Reply]]:
         """Claim entries as `claim`, and return the replies to `then`, of the same round trip."""
         names = [self._names.claim(digest) for digest in digests]
-        ms = max(1, int(min(seconds, LONGEST_CLAIM_S) * 1000))
+        ms = max(1, int(min(seconds, LONGEST_S) * 1000))
         claims: list[Command] = [
             command
             for name in names
@@ -250,12 +243,12 @@ class RedisStore(Store):
         replies = self._client.run([*claims, *then])
         taken, holders = replies[: len(claims) : 2], replies[1 : len(claims) : 2]
         # A PEXPIRE in the same round trip would renew another owner's claim with each call.
-        held = [
+        renewable = [
             name
             for name, is_new, holder in zip(names, taken, holders, strict=True)
             if not is_new and holder == owner
         ]
-        renewed = self._renewed(held, owner, ms)
+        renewed = self._renewed(renewable, owner, ms)
         claimed = [
             bool(is_new) or name in renewed for name, is_new in zip(names, taken, strict=True)
         ]
@@ -291,25 +284,17 @@ class RedisStore(Store):
 
     def _read(self, key: EntryKey, beginning: Beginning) -> Entry | None:
         """Read the entry; None if it is larger than this store accepts."""
-        if info_of(key.digest, beginning.blob).size_bytes > self._options.max_entry_bytes:
+        if read_header(beginning.blob, key.digest).size_bytes > self._options.max_entry_bytes:
             return None
         return self._entries.read(key, beginning)
 
 
 def _listed(digest: str, head: bytes, size: int) -> Listed:
     try:
-        info = info_of(digest, head)
+        info = read_header(head, digest)
     except OtherFormat as error:
         return Listed(digest, None, size, None, skipped=str(error))
     except CorruptEntry as error:
         return Listed(digest, None, size, None, str(error))
     problem = None if size == info.size_bytes else f"{size} bytes, not {info.size_bytes}"
     return Listed(digest, info, size, None, problem)
-
-
-def _encoded(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")
-
-
-def _decoded(raw: bytes) -> str:
-    return raw.decode("utf-8", "surrogatepass")

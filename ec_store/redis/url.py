@@ -101,8 +101,8 @@ def redis_options(url: str, environment: Mapping[str, str] = os.environ) -> Redi
     """
     parts = urlsplit(url)
     secure = parts.scheme.startswith("rediss")
-    given = parameters(url, _PARAMETERS)
-    tls = Tls(*(given.pop(f"ssl_{name}", None) for name in ("ca_certs", "certfile", "keyfile")))
+    options = parameters(url, _PARAMETERS, _FIELDS)
+    tls = Tls(*(options.pop(f"ssl_{name}", None) for name in ("ca_certs", "certfile", "keyfile")))
     if tls != Tls() and not secure:
         raise ValueError("the ssl_ parameters need a rediss:// URL")
     userinfo, _, hosts = parts.netloc.rpartition("@")
@@ -110,7 +110,7 @@ def redis_options(url: str, environment: Mapping[str, str] = os.environ) -> Redi
     addresses = tuple(map(_address, hosts.split(",")))
     if len(addresses) > 1 and not cluster:
         raise ValueError("several servers need a redis+cluster:// URL")
-    username, password = _credentials(userinfo, "password_file" in given, environment)
+    username, password = _credentials(userinfo, "password_file" in options, environment)
     return RedisOptions(
         addresses=addresses,
         cluster=cluster,
@@ -118,7 +118,7 @@ def redis_options(url: str, environment: Mapping[str, str] = os.environ) -> Redi
         tls=tls if secure else None,
         username=username,
         password=password,
-        **{_FIELDS.get(name, name): value for name, value in given.items()},
+        **options,
     )
 
 

@@ -12,6 +12,7 @@ from vllm.distributed.ec_transfer.ec_connector.utils import PlaceholderMetadataR
 from ec_store.arena.protocol import Role
 from ec_store.arena.store import ArenaStore
 from ec_store.arena.url import arena_options
+from ec_store.backends import find_backend
 from ec_store.base import Store
 from ec_store.config import redacted
 from ec_store.counts import Counts
@@ -22,7 +23,6 @@ from ec_store.engine.registration import NamespaceRegistration
 from ec_store.engine.sharing import EntryLoad, Sharing, make_loads, open_sharing
 from ec_store.engine.tensors import Loader
 from ec_store.opening import open_store
-from ec_store.urls import fetch_threads
 from ec_store.vllm_connector.config import ConnectorConfig
 from ec_store.vllm_connector.consumer import Consumer
 from ec_store.vllm_connector.guard import count_exception, guard_method
@@ -121,7 +121,7 @@ class ECStoreConnector(ECConnectorBase):
                 timeout_s=config.timeout_s,
                 promise_timeout_s=config.promise_timeout_s,
                 memory_bytes=config.memory_bytes,
-                threads=config.fetch_threads or fetch_threads(config.store),
+                threads=config.fetch_threads or find_backend(config.store).fetch_threads,
                 # An entry of a host's memory that is kept could not be evicted.
                 keeps=not isinstance(self._store, ArenaStore),
                 wait_s=HOST_WAIT_S if isinstance(self._store, ArenaStore) else 0.0,

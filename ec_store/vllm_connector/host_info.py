@@ -5,7 +5,7 @@ name it too, and after a restart the memory is another one.
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -28,18 +28,17 @@ class HostInfo:
 
     def __init__(
         self,
-        gauge_type: Any,
+        make_gauge: Callable[..., Any],
         labelnames: Sequence[str],
         engines: Iterable[Sequence[object]],
         url: str,
     ) -> None:
         """Create the gauge for engines, by their labels. They use the store at this URL."""
-        self._gauge = gauge_type(
+        self._gauge = make_gauge(
             name="vllm:ec_store_host_info",
             documentation="1 for the server of the host's memory that this engine uses: its "
             "address for proxies, its memory, and the digest of its shared tier's URL.",
             labelnames=[*labelnames, *LABELS],
-            multiprocess_mode="mostrecent",
         )
         self._engines = list(engines)
         self._named: Sequence[str] = ()

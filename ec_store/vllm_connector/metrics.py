@@ -1,6 +1,8 @@
 """Metrics of the connector on vLLM's own `/metrics`."""
 
 import logging
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from vllm.distributed.ec_transfer.ec_connector.metrics import (
@@ -17,8 +19,6 @@ logger = logging.getLogger("vllm.ec_store")
 
 NAMESPACE = "namespace"
 """Name under which the scheduler's namespace, a text, is sent with the metrics."""
-
-TEXTS = (NAMESPACE,)
 
 COUNTERS = {
     "hits": "Entries fetched from the store.",
@@ -76,7 +76,7 @@ class StoreConnectorStats(ECConnectorStats):
         """Return the sum of the counts, all observations, and the later gauges, from `other`."""
         merged = dict(self.data)
         for name, value in other.data.items():
-            replaces = name in GAUGES or name in TEXTS or name not in merged
+            replaces = name in GAUGES or name == NAMESPACE or name not in merged
             merged[name] = value if replaces else merged[name] + value
         return StoreConnectorStats(merged)
 
@@ -85,7 +85,7 @@ class StoreConnectorStats(ECConnectorStats):
         return {
             name: sum(value) / len(value) if isinstance(value, list) else value
             for name, value in self.data.items()
-            if name not in TEXTS
+            if name != NAMESPACE
         }
 
     def is_empty(self) -> bool:
@@ -107,46 +107,40 @@ class StorePromMetrics(ECConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        kinds: tuple[tuple[Any, dict[str, str], dict[str, Any]], ...] = (
-            (self._counter_cls, COUNTERS, {}),
-            (self._gauge_cls, GAUGES, {"multiprocess_mode": "mostrecent"}),
-            (self._histogram_cls, HISTOGRAMS, {"buckets": BUCKETS_S}),
+        gauge = partial(self._gauge_cls, multiprocess_mode="mostrecent")
+        kinds: tuple[tuple[Callable[..., Any], dict[str, str]], ...] = (
+            (self._counter_cls, COUNTERS),
+            (gauge, GAUGES),
+            (partial(self._histogram_cls, buckets=BUCKETS_S), HISTOGRAMS),
         )
         self._metrics: dict[int, dict[str, Any]] = {engine: {} for engine in per_engine_labelvalues}
-        for make, meanings, options in kinds:
+        for make, meanings in kinds:
             for name, meaning in meanings.items():
-                metric = make(
-                    name=f"vllm:ec_store_{name}",
-                    documentation=meaning,
-                    labelnames=labelnames,
-                    **options,
-                )
+                full_name = f"vllm:ec_store_{name}"
+                metric = make(name=full_name, documentation=meaning, labelnames=labelnames)
                 for engine, values in per_engine_labelvalues.items():
                     self._metrics[engine][name] = metric.labels(*values)
 
         options = vllm_config.ec_transfer_config.ec_connector_extra_config or {}
         config = ConnectorConfig.model_validate(options)
         namespace = namespace_of(vllm_config, config.generation)
-        HostInfo(self._gauge_cls, labelnames, per_engine_labelvalues.values(), config.store)
-        self._info = self._gauge_cls(
+        HostInfo(gauge, labelnames, per_engine_labelvalues.values(), config.store)
+        self._info = gauge(
             name="vllm:ec_store_namespace_info",
             documentation="1 for the namespace of this engine's encoder outputs.",
             labelnames=[*labelnames, "namespace"],
-            multiprocess_mode="mostrecent",
         )
-        producer = self._gauge_cls(
+        producer = gauge(
             name="vllm:ec_store_producer",
             documentation="1 if this engine writes its encoder outputs to the store, 0 if not.",
             labelnames=labelnames,
-            multiprocess_mode="mostrecent",
         )
         prepares = _preparation(vllm_config)
-        preparation = self._gauge_cls(
+        preparation = gauge(
             name="vllm:ec_store_preparation_info",
             documentation="1 for how this engine prepares media: the number of its API servers, "
             "the devices of processor and model, and the modalities with media_io_kwargs.",
             labelnames=[*labelnames, *prepares],
-            multiprocess_mode="mostrecent",
         )
         self._namespaces = dict.fromkeys(per_engine_labelvalues, namespace)
         for values in per_engine_labelvalues.values():

@@ -9,7 +9,6 @@ import pytest
 from ec_store import backends, check_url, open_store
 from ec_store.disk.store import SharedDiskStore
 from ec_store.opening import open_tier
-from ec_store.urls import fetch_threads, writing_bytes
 
 OWN = """
 from ec_store.backends import Backend
@@ -50,7 +49,8 @@ def test_a_registered_scheme_is_checked_and_opened(installed: Path) -> None:
     url = f"mine://{installed}/good"
 
     assert check_url(url) == url
-    assert (fetch_threads(url), writing_bytes(url)) == (7, None)
+    backend = backends.find_backend(url)
+    assert (backend.fetch_threads, backend.writing_bytes(url)) == (7, None)
     with open_store(url) as store:
         assert isinstance(store, SharedDiskStore)
     with pytest.raises(ValueError, match="not good"):

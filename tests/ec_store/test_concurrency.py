@@ -1,8 +1,6 @@
 """Calls on daemon threads, which do not delay the end of the process."""
 
 import asyncio
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import CancelledError, wait
@@ -153,18 +151,6 @@ def test_a_running_thread_takes_the_calls_of_one_that_cannot_be_started(
         assert second.result(60) == 2
     assert first.result(60)
     pool.close()
-
-
-def test_a_process_ends_while_a_call_hangs() -> None:
-    code = (
-        "import time\n"
-        "from ec_store.concurrency import DaemonPool\n"
-        "pool = DaemonPool(2, 'test')\n"
-        "pool.submit(lambda: time.sleep(60))\n"
-        "time.sleep(0.2)\n"
-        "pool.close()\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=50)
 
 
 @pytest.mark.fault(25)

@@ -14,10 +14,10 @@ import psutil
 
 from ec_store.aio import AsyncStore
 from ec_store.arena.remote_url import SCHEMES as REMOTE
+from ec_store.backends import find_backend
 from ec_store.errors import StoreError, StoreMissing
 from ec_store.keys import EntryKey
 from ec_store.opening import open_async_store
-from ec_store.urls import writing_bytes
 from epd.config import ProxyConfig
 from epd.tools.doctor.facts import Mount, StoreFacts
 from epd.tools.doctor.trials import Limits
@@ -55,7 +55,7 @@ async def read_store(config: ProxyConfig, made: OutputFacts | None, limits: Limi
                 entry=entry,
                 bytes=stats.bytes,
                 max_bytes=stats.max_bytes,
-                writing_bytes=writing_bytes(url),
+                writing_bytes=find_backend(url).writing_bytes(url),
                 free_bytes=None if folder is None else shutil.disk_usage(folder).free,
                 full_bytes=limits.full_bytes,
                 mount=None if folder is None else _mount(folder),

@@ -1,4 +1,4 @@
-"""Fixtures of these tests: a server with a small memory, and a store in it."""
+"""Fixtures of these tests: a server with a small memory, a store in it, and a Redis."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +8,7 @@ import pytest
 from ec_store.arena.server import ArenaServer
 from ec_store.arena.store import ArenaStore
 from tests.ec_store.arena.served import MIB, Serve, opened, serving
+from tests.support.redis_server import RedisServer
 
 
 @pytest.fixture
@@ -33,3 +34,16 @@ def served(path: Path) -> Iterator[Serve]:
     """Run `ec-store serve`."""
     with Serve(path) as served:
         yield served
+
+
+@pytest.fixture(scope="module")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture
+def redis(redis_server: RedisServer) -> RedisServer:
+    """Return an empty Redis."""
+    redis_server.client.flushall()
+    return redis_server

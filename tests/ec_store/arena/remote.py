@@ -11,7 +11,7 @@ from typing import Any
 
 from ec_store import EntryKey
 from ec_store.arena.extents import ExtentAllocator
-from ec_store.arena.fields import encode_header, encode_name, key_digest
+from ec_store.arena.fields import encode_header, key_digest
 from ec_store.arena.index import ArenaIndex, Client, Slot
 from ec_store.arena.memory import create_memory
 from ec_store.arena.remote import RemoteServer, bind_tcp
@@ -21,6 +21,7 @@ from ec_store.arena.server import ArenaServer
 from ec_store.arena.sockets import bind
 from ec_store.arena.tier import Tier
 from ec_store.entry import Entry
+from ec_store.keys import encode_name
 
 KEY = "a-key-of-the-servers"
 MIB = 2**20

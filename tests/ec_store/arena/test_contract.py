@@ -56,19 +56,12 @@ class TestArena(StoreContract, ClaimsContract):
         return spoil
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
-        yield server
-
-
 def directory(path: Path) -> SharedDiskStore:
     return SharedDiskStore(DiskConfig(str(path / "nvme")))
 
 
-def empty(server: RedisServer) -> RedisStore:
-    server.client.flushall()
-    return RedisStore.from_url(server.url("timeout=60s&connect_timeout=30s"))
+def shared(redis: RedisServer) -> RedisStore:
+    return RedisStore.from_url(redis.url("timeout=60s&connect_timeout=30s"))
 
 
 class TestArenaAndDirectory(TestArena):
@@ -85,11 +78,11 @@ class TestArenaAndDirectory(TestArena):
 
 class TestArenaAndRedis(TestArenaAndDirectory):
     @pytest.fixture
-    def tiers(self, server: RedisServer) -> Mapping[str, Tier]:
-        return {"redis": empty(server)}
+    def tiers(self, redis: RedisServer) -> Mapping[str, Tier]:
+        return {"redis": shared(redis)}
 
 
 class TestArenaDirectoryAndRedis(TestArenaAndRedis):
     @pytest.fixture
-    def tiers(self, tmp_path: Path, server: RedisServer) -> Mapping[str, Tier]:
-        return {"file": directory(tmp_path), "redis": empty(server)}
+    def tiers(self, tmp_path: Path, redis: RedisServer) -> Mapping[str, Tier]:
+        return {"file": directory(tmp_path), "redis": shared(redis)}

@@ -246,7 +246,7 @@ def test_a_renewed_lease_takes_no_further_memory() -> None:
     for second in range(100):
         index.lease([DIGESTS[0]], 60, second)
 
-    assert len(index._leased) == 1  # noqa: SLF001
+    assert len(index.leased(100)) == 1
     assert len(index.leased(158)) == 1
     assert len(index.leased(159)) == 0
 

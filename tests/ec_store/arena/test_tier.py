@@ -148,18 +148,6 @@ class Host:
 Start = Callable[..., Host]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
-        yield server
-
-
-@pytest.fixture
-def redis(server: RedisServer) -> RedisServer:
-    server.client.flushall()
-    return server
-
-
 @pytest.fixture
 def start(tmp_path: Path, redis: RedisServer) -> Iterator[Start]:
     """Return a function that starts a host; look-ups have the time that a busy machine needs."""

@@ -101,18 +101,6 @@ class Host:
 Start = Callable[..., Host]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
-        yield server
-
-
-@pytest.fixture
-def redis(server: RedisServer) -> RedisServer:
-    server.client.flushall()
-    return server
-
-
 @pytest.fixture
 def stack() -> Iterator[ExitStack]:
     with ExitStack() as stack:

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 
 from ec_store import EntryKey, StoreUnavailable
-from ec_store.base import LONGEST_CLAIM_S
+from ec_store.base import LONGEST_S
 from ec_store.disk import claims as disk_claims
 from ec_store.disk import lock as locks
 from ec_store.disk.store import SharedDiskStore
@@ -71,7 +71,7 @@ def test_no_claim_is_found_to_live_for_ever(
     path = file_of(root, key())
     path.symlink_to(f"{seconds} other")
     assert store.claim([key()], "a", 30) == [False]
-    age(path, LONGEST_CLAIM_S + 1)
+    age(path, LONGEST_S + 1)
 
     assert store.claim([key()], "a", 30) == [True]
 

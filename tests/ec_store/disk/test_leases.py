@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from ec_store import EntryKey, StoreUnavailable
+from ec_store.base import LONGEST_S
 from ec_store.disk import housekeeping, ledger
 from ec_store.disk import store as disk_store
 from ec_store.disk.files import Folder
 from ec_store.disk.leases import (
-    LONGEST_S,
     SWEPT_BY_LEASES,
     add_lease,
     lease_folder,

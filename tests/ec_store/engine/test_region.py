@@ -12,6 +12,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed: scripts/test.sh installs it")
 
 from ec_store import memory_left  # noqa: E402 - only with torch
+from ec_store.arena.extents import PAGE_BYTES  # noqa: E402
 from ec_store.engine import region as region_module  # noqa: E402
 from ec_store.engine.region import (  # noqa: E402
     HEADER_BYTES,
@@ -20,7 +21,6 @@ from ec_store.engine.region import (  # noqa: E402
     Region,
     RegionReader,
 )
-from ec_store.engine.slots import ALIGNMENT  # noqa: E402
 from ec_store.engine.tensors import Loader, to_device  # noqa: E402
 from ec_store.memory_left import SPARE_BYTES  # noqa: E402
 from tests.ec_store.waiting import until  # noqa: E402
@@ -28,7 +28,7 @@ from tests.fake_accelerator import FakeAccelerator  # noqa: E402
 
 DATA = memoryview(bytes(range(256)) * 64)
 SIZE = DATA.nbytes
-assert SIZE % ALIGNMENT == 0
+assert SIZE % PAGE_BYTES == 0
 
 
 def sent(region: Region, data: memoryview = DATA) -> Place:

@@ -24,6 +24,13 @@ def settle(connector: Any, request: Any) -> set[str]:
     return failed
 
 
+def ask(connector: Any, vllm: Any, name: str, *features: Any) -> tuple[Any, set[str]]:
+    """Settle a request of this name; return it and the requests that must fail for it."""
+    request = vllm.request(*features)
+    request.request_id = name
+    return request, settle(connector, request)
+
+
 def counted(connector: Any) -> dict[str, float]:
     """Return the counters since the last call, without gauges and observations."""
     from ec_store.vllm_connector.metrics import COUNTERS  # noqa: PLC0415 - imports vLLM

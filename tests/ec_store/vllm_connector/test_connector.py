@@ -13,7 +13,7 @@ from ec_store import EntryKey, StoreUnavailable, open_store
 from ec_store.disk.store import SharedDiskStore
 from ec_store.engine.backchannel import Receiver, Sender
 from ec_store.engine.fetcher import Fetcher
-from tests.ec_store.vllm_connector.steps import Connect, Step, counted, put, settle
+from tests.ec_store.vllm_connector.steps import Connect, Step, ask, counted, put, settle
 from tests.ec_store.waiting import until
 
 
@@ -258,13 +258,6 @@ def test_requests_are_served_if_the_store_rejects_names(
     refused = Mock(side_effect=StoreUnavailable("read-only"))
     monkeypatch.setattr(SharedDiskStore, "register_namespace", refused)
     assert settle(connect(), vllm.request(vllm.feature("a"))) == set()
-
-
-def ask(connector: Any, vllm: Any, name: str, *features: Any) -> tuple[Any, set[str]]:
-    """Settle a request of this name; return it and the requests that must fail for it."""
-    request = vllm.request(*features)
-    request.request_id = name
-    return request, settle(connector, request)
 
 
 def test_an_entry_held_for_one_request_is_not_given_to_another_it_does_not_fit(

@@ -9,7 +9,7 @@ import pytest
 from ec_store import Entry, EntryInfo, EntryKey, StoreUnavailable, open_store
 from ec_store.counts import Counts
 from ec_store.engine.backchannel import Sender
-from tests.ec_store.vllm_connector.steps import Connect, Step, counted, put, settle
+from tests.ec_store.vllm_connector.steps import Connect, Step, ask, counted, put
 from tests.ec_store.waiting import until
 
 
@@ -214,13 +214,6 @@ def test_observations_of_a_worker_are_split_into_messages(vllm: Any, connect: Co
     assert sorted(told[0]["eviction_seconds"]) == [0.1, 0.2]
     assert [len(one["save_seconds"]) for one in told] == [MAX_TOLD, 1]
     assert sorted(told[0]["save_seconds"] + told[1]["save_seconds"]) == list(range(MAX_TOLD + 1))
-
-
-def ask(connector: Any, vllm: Any, name: str, *features: Any) -> tuple[Any, set[str]]:
-    """Settle a request of this name; return it and the requests that must fail for it."""
-    request = vllm.request(*features)
-    request.request_id = name
-    return request, settle(connector, request)
 
 
 def test_a_key_too_long_for_the_store_is_a_miss_and_not_named(
