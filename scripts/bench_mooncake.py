@@ -4,8 +4,9 @@
     .venv/bin/python -m scripts.bench_mooncake
 
 It starts a Redis server, `mooncake_master`, and two tiers of Mooncake, all on 127.0.0.1. One tier
-contributes the segment and writes; the other reads over TCP. Times are medians. Processor time is
-that of the process that runs Mooncake's library for the reader, per read.
+contributes the segment and writes; the other reads over TCP. First the kernel places all of them;
+then those of each host have a core of their own, as two hosts do. Times are medians. Processor time
+is that of the process that runs Mooncake's library for the reader, per read.
 """
 
 import argparse
@@ -48,15 +49,42 @@ def main() -> None:
                     tier.segment and tier.segment.running is None
                 ):
                     time.sleep(0.01)
-            compare({"Mooncake": (owner, reader), "Redis": (store, store)}, rounds)
+            tiers: dict[str, tuple[Tier, Tier]] = {
+                "Mooncake": (owner, reader),
+                "Redis": (store, store),
+            }
+            compare_entries(tiers, rounds)
+            compare_lookups(tiers, rounds)
             compare_calls(owner, reader, rounds)
+            place_apart(reader, owner, redis)
+            print("a core for each host:")
+            compare_entries(tiers, rounds)
         finally:
             for each in (owner, reader, store):
                 each.close()
 
 
-def compare(tiers: Mapping[str, tuple[Tier, Tier]], rounds: int) -> None:
-    """Print the time of each call in each tier: those that write, and those that read."""
+def place_apart(reader: MooncakeTier, owner: MooncakeTier, redis: RedisServer) -> None:
+    """Give the reading host and the other host a core each: on one, they would wait in turn.
+
+    A write then has one core for the processes of Mooncake, which are on the other host.
+    """
+    first, second, *_ = sorted(os.sched_getaffinity(0))
+    programs = [(reader.client.program, first), (owner.client.program, second)]
+    if owner.segment is None or redis.process is None:
+        raise RuntimeError("the other host has no server")
+    cores = {os.getpid(): first, redis.process.pid: second}
+    for program, core in [*programs, (owner.segment, second)]:
+        if program.running is None:
+            raise RuntimeError("a process of Mooncake has ended")
+        cores[program.running.process.pid] = core
+    for pid, core in cores.items():
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            os.sched_setaffinity(int(task.name), {core})
+
+
+def compare_entries(tiers: Mapping[str, tuple[Tier, Tier]], rounds: int) -> None:
+    """Print the time of a write and of a read in each tier."""
     for size in (MB // 2, 9 * MB, 20 * MB, 100 * MB):
         entry = Entry(memoryview(os.urandom(size)), "BF16", (size // 2,), "image")
         times: dict[str, list[float]] = {}
@@ -67,9 +95,13 @@ def compare(tiers: Mapping[str, tuple[Tier, Tier]], rounds: int) -> None:
                 timed(times, f"read {name}", partial(reader.get, key))
                 writer.remove([key.digest])
         show(f"{size / MB:g} MB", times)
+
+
+def compare_lookups(tiers: Mapping[str, tuple[Tier, Tier]], rounds: int) -> None:
+    """Print the time of a look-up in each tier."""
     small = Entry(memoryview(bytes(1024)), "BF16", (512,), "image")
     keys = [EntryKey("bench", str(number)) for number in range(KEYS)]
-    times = {}
+    times: dict[str, list[float]] = {}
     for writer, _ in tiers.values():
         for key in keys:
             writer.put(key, small)
