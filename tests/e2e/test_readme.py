@@ -236,7 +236,7 @@ ACTIONS: Mapping[str, Action] = {
     r"source \.venv/bin/activate": named("the programs of this test are in the PATH"),
     r"export ADMIN_API_KEY=\$": Terminals.set_key,
     r"epd up .*--gpus": Terminals.dry_run,  # for GPUs: the README names --dry-run beside it
-    r"epd up --model Qwen/Qwen2\.5-VL-3B-Instruct$": Terminals.dry_run,  # "On GPUs"
+    r"epd up --model Qwen/Qwen2\.5-VL-3B-Instruct --topology 1epd$": Terminals.dry_run,  # "On GPUs"
     r"epd up .*--dry-run": Terminals.plan,
     r"epd up ": Terminals.up,
     r"curl -i localhost:8000/v1/chat/completions": Terminals.send,
