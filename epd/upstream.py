@@ -26,7 +26,7 @@ from epd.errors import (
     UpstreamUnreachable,
 )
 from epd.http.connection import Broken, Connection, Died, Sink, Unreachable
-from epd.http.http1 import Target, request_head, target_of
+from epd.http.http1 import HttpTarget, request_head, target_of
 from epd.http.pool import Pool
 from epd.http.tls import upstream_context
 from epd.version import __version__
@@ -398,7 +398,7 @@ class Upstream:
 
 
 class _Request(NamedTuple):
-    target: Target
+    target: HttpTarget
     headers: Mapping[str, str]
     body: Pieces | None
     stage: Stage

@@ -39,7 +39,7 @@ LOOK_AGAIN_S = 0.05
 R = TypeVar("R", bound=Message)
 
 
-class Endpoint(Protocol):
+class ArenaEndpoint(Protocol):
     """Address of a server."""
 
     @property
@@ -92,7 +92,7 @@ class AsyncArenaConnection:
     """
 
     def __init__(
-        self, endpoint: Endpoint, timeout_s: float, *, connect_every_s: float = CONNECT_EVERY_S
+        self, endpoint: ArenaEndpoint, timeout_s: float, *, connect_every_s: float = CONNECT_EVERY_S
     ) -> None:
         """Create a connection to a server, which may take `timeout_s` for a reply."""
         self.arena = b""

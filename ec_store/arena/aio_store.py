@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Self
 
-from ec_store.arena.aio_connection import AsyncArenaConnection, Endpoint, UnixEndpoint
+from ec_store.arena.aio_connection import ArenaEndpoint, AsyncArenaConnection, UnixEndpoint
 from ec_store.arena.fields import (
     claim_request,
     encode_header,
@@ -41,7 +41,7 @@ class AsyncArenaStore:
     Results and errors are those of `Store`. A call is one message, for at most `MAX_KEYS` keys.
     """
 
-    def __init__(self, endpoint: Endpoint, timeout_s: float) -> None:
+    def __init__(self, endpoint: ArenaEndpoint, timeout_s: float) -> None:
         """Create the store; the first call connects it. Each call may take `timeout_s`."""
         self._connection = AsyncArenaConnection(endpoint, timeout_s)
 

@@ -120,7 +120,7 @@ class Client:
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class ClaimRecord:
     """Right of an owner to produce an entry; `client` has taken or renewed it last."""
 
     client: Client
@@ -181,7 +181,7 @@ class ArenaIndex:
         self._evictable_bytes = 0
         """Bytes that the entries take that are not in use, as of the last `_end_leases`."""
         self._writing: dict[bytes, Slot] = {}
-        self._claims: dict[bytes, Claim] = {}
+        self._claims: dict[bytes, ClaimRecord] = {}
         self._numbers = 0
 
     def __len__(self) -> int:
@@ -403,7 +403,7 @@ class ArenaIndex:
             if free:
                 if (claim := self._claims.get(digest)) is not None:
                     claim.client.claims.discard(digest)
-                self._claims[digest] = Claim(client, owner, now_s + seconds)
+                self._claims[digest] = ClaimRecord(client, owner, now_s + seconds)
                 client.claims.add(digest)
         return claims
 

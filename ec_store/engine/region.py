@@ -53,7 +53,7 @@ MAX_READERS = (HEADER_BYTES - TOKEN_BYTES - 8) // (8 * (1 + NAME_WORDS))
 Words = np.ndarray[Any, np.dtype[np.uint64]]
 
 
-class Handle(NamedTuple):
+class RegionHandle(NamedTuple):
     """Data that a worker needs to map the memory.
 
     Attributes:
@@ -81,7 +81,7 @@ class SharedRegion(NamedTuple):
         number: number of the last step with entries in the memory, this step included.
     """
 
-    handle: Handle
+    handle: RegionHandle
     number: int
 
 
@@ -111,7 +111,7 @@ class Region:
             raise
         token = secrets.token_bytes(TOKEN_BYTES)
         memory[:TOKEN_BYTES] = token
-        self._handle = Handle(f"/proc/{os.getpid()}/fd/{self._fd}", total, token)
+        self._handle = RegionHandle(f"/proc/{os.getpid()}/fd/{self._fd}", total, token)
         self._last, rows = _words(memory)
         self._read, self._names = rows[:readers, 0], rows[:readers, 1:]
         self._entries = np.frombuffer(memory, np.uint8, offset=HEADER_BYTES)
@@ -186,7 +186,7 @@ class Region:
 class RegionReader:
     """Shared memory, mapped in a worker."""
 
-    def __init__(self, handle: Handle, reader: int) -> None:
+    def __init__(self, handle: RegionHandle, reader: int) -> None:
         """Map the memory as the worker of this index, from 0, and register it with CUDA.
 
         Raises:

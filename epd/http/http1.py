@@ -41,7 +41,7 @@ class Origin:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class HttpTarget:
     """The parts of a URL that a request needs.
 
     Attributes:
@@ -67,12 +67,12 @@ def http_url(url: str) -> URL:
 
 
 @lru_cache(maxsize=1024)
-def target_of(url: str) -> Target:
+def target_of(url: str) -> HttpTarget:
     """Return the parts of a URL. Raise `ValueError` if it is not an HTTP URL."""
     parts = http_url(url)
     host = parts.raw_host or ""
     origin = _origin(host, parts.port or 0, tls=parts.scheme == "https")
-    return Target(origin, parts.raw_path_qs, parts.host_port_subcomponent or host)
+    return HttpTarget(origin, parts.raw_path_qs, parts.host_port_subcomponent or host)
 
 
 @lru_cache(maxsize=1024)
@@ -91,7 +91,7 @@ def is_address(host: str) -> bool:
 
 
 def request_head(
-    target: Target, headers: Mapping[str, str], length: int | None, more: str = ""
+    target: HttpTarget, headers: Mapping[str, str], length: int | None, more: str = ""
 ) -> bytes:
     """Return the head of a POST with a body of this length, or of a GET without a body.
 

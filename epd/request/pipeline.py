@@ -15,7 +15,7 @@ from epd.request.attempt import Attempt, Target
 from epd.request.choices import Choices
 from epd.request.early_choice import EarlyChoice
 from epd.request.encode import Encoder
-from epd.request.prefill_decode import DecodeAnswer, PrefillDecode
+from epd.request.prefill_decode import DecodeAnswer, PrefillDecodeRunner
 from epd.request.prefix import marked_prompt, request_prefix
 from epd.request.quarantine import Quarantine
 from epd.request.recovery import MAX_ATTEMPTS, FailedAttempt, next_attempt
@@ -46,7 +46,7 @@ class Pipeline:
     _keys: Keys
     _transfer: ECTransfer
     _encoder: Encoder
-    _prefill_decode: PrefillDecode
+    _prefill_decode: PrefillDecodeRunner
     _early_choice: EarlyChoice | None
     _choices: Choices
     _fatal: FatalRequests
@@ -82,6 +82,7 @@ class Pipeline:
                         await tries.next_try(result.error)
                         request.record.add_retry()
                         attempt, first_error = successor, first_error or result.error
+                        del result  # the failed attempt has bodies, and the next may take long
         except BaseException:
             end_claims(attempt.consumer_claims, entries_coming=False)
             raise

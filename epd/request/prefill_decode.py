@@ -88,7 +88,7 @@ class DecodeAnswer:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PrefillDecode:
+class PrefillDecodeRunner:
     """Runner of prefill and decode of an attempt."""
 
     _table: InstanceTable

@@ -105,14 +105,14 @@ class Stages:
             until_s = clock() + timeout_s
             try:
                 while True:
-                    answer = await self._upstream.fetch(
+                    reply = await self._upstream.fetch(
                         instance.url + CHAT.path,
                         stage="encode",
                         headers=headers,
                         body=encode_json(encode_request, request.cuts),
                         timeout_s=until_s - clock(),
                     )
-                    other = forms.next_form(instance, encode_request, answer.status, system=system)
+                    other = forms.next_form(instance, encode_request, reply.status, system=system)
                     if other is None:
                         break
                     encode_request = other
@@ -123,8 +123,8 @@ class Stages:
                 if share < FULL_SHARE:
                     error.outcome = Outcome.LATE if share >= LATE_SHARE else Outcome.NOTHING
                 raise
-            stage.record_status(answer.status)
-            content = _body_of(answer, "encode", request, fetches=remote)
+            stage.record_status(reply.status)
+            content = _body_of(reply, "encode", request, fetches=remote)
             forms.record_success(instance, encode_request)
             if "model" in encode_request:
                 request.record.learn_model(content)
@@ -141,7 +141,7 @@ class Stages:
         endpoint, instance, record = request.endpoint, handover.prefill, request.record
         body = endpoint.prefill(prompt.body, transfer.prefill_params(handover))
         with record.time_stage("prefill", instance.url) as stage:
-            answer = await self._upstream.fetch(
+            reply = await self._upstream.fetch(
                 instance.url + endpoint.path,
                 stage="prefill",
                 headers=request.headers_for(
@@ -150,14 +150,14 @@ class Stages:
                 body=endpoint.encode_body(body, request.cuts),
                 timeout_s=request.config.prefill_timeout_s,
             )
-            stage.record_status(answer.status)
-            content = _body_of(answer, "prefill", request, fetches=prompt.fetches)
+            stage.record_status(reply.status)
+            content = _body_of(reply, "prefill", request, fetches=prompt.fetches)
             record.learn_model(content)
-            reply = reply_field(content, "kv_transfer_params", stage="prefill")
-            params = transfer.decode_params(handover, reply)
+            block_params = reply_field(content, "kv_transfer_params", stage="prefill")
+            params = transfer.decode_params(handover, block_params)
             usage = prefill_usage(content)
         record.add_prefilled(time.monotonic())
-        return Prefilled(handover, params, reply, usage)
+        return Prefilled(handover, params, block_params, usage)
 
     async def decode(  # noqa: PLR0913, PLR0917 - all describe one request
         self,
@@ -195,8 +195,8 @@ class Stages:
             return reply
         with reply:
             content = await reply.read(idle_s=config.idle_timeout_s)
-        answer = WholeReply(reply.status, reply.headers, content)
-        raise _error_of(answer, "decode", request, fetches=prompt.fetches)
+        whole = WholeReply(reply.status, reply.headers, content)
+        raise _error_of(whole, "decode", request, fetches=prompt.fetches)
 
     async def wait_beginning(self, reply: Reply, request: Request, *, always_whole: bool) -> None:
         """Wait until the body of decode's answer has begun; close the answer after a failure.
@@ -255,14 +255,14 @@ class Stages:
         Raises:
             ProxyError: the instance did not return them.
         """
-        answer = await self._upstream.fetch(
+        reply = await self._upstream.fetch(
             instance.url + "/tokenize",
             stage="prefill",
             headers=request.headers_for(request.child_id()),
             body=encode_json(question, request.cuts),
             timeout_s=QUESTION_TIMEOUT_S,
         )
-        match json_or_none(answer.body) if answer.ok else None:
+        match json_or_none(reply.body) if reply.ok else None:
             case {"tokens": list() as tokens}:
                 return tokens
         raise UpstreamFailed(
@@ -277,10 +277,10 @@ class Stages:
         Raises:
             ProxyError: the instance did not answer.
         """
-        answer = await self._upstream.fetch(
+        reply = await self._upstream.fetch(
             url + "/metrics", stage="decode", headers={}, timeout_s=QUESTION_TIMEOUT_S
         )
-        return answer.body if answer.ok else b""
+        return reply.body if reply.ok else b""
 
     async def release(
         self, instance: Instance, body: Body, request: Request, timeout_s: float
@@ -339,32 +339,32 @@ async def _check_beginning(reply: Reply, grammar: Grammar) -> None:
         raise UpstreamRejected(status, error, stage="decode", headers=reply.headers)
 
 
-def _body_of(answer: WholeReply, stage: Stage, request: Request, *, fetches: bool) -> bytes:
-    """Return the body of a 2xx answer; raise an error for any other."""
-    if answer.ok:
-        return answer.body
-    raise _error_of(answer, stage, request, fetches=fetches)
+def _body_of(reply: WholeReply, stage: Stage, request: Request, *, fetches: bool) -> bytes:
+    """Return the body of a 2xx reply; raise an error for any other."""
+    if reply.ok:
+        return reply.body
+    raise _error_of(reply, stage, request, fetches=fetches)
 
 
-def _error_of(answer: WholeReply, stage: Stage, request: Request, *, fetches: bool) -> ProxyError:
-    """Return the error of an answer that is not 2xx.
+def _error_of(reply: WholeReply, stage: Stage, request: Request, *, fetches: bool) -> ProxyError:
+    """Return the error of a reply that is not 2xx.
 
     The client receives status and message of any error of decode, and of a 4xx of other stages.
     `fetches` tells whether the instance had to fetch media.
     """
-    status, decodes = answer.status, stage == "decode"
-    if status == HTTPStatus.INTERNAL_SERVER_ERROR and engine_died(answer.body):
+    status, decodes = reply.status, stage == "decode"
+    if status == HTTPStatus.INTERNAL_SERVER_ERROR and engine_died(reply.body):
         return UpstreamDied(
             f"the engine of the {stage} instance died", slug=f"{stage}_failed", stage=stage
         )
-    if status == HTTPStatus.INTERNAL_SERVER_ERROR and fetches and may_be_fetch(answer.body):
+    if status == HTTPStatus.INTERNAL_SERVER_ERROR and fetches and may_be_fetch(reply.body):
         return _fetch_failed(stage)
     if status in BUSY and not decodes:
         return UpstreamBusy(
             f"the {stage} instances are overloaded",
             slug=f"{stage}_overloaded",
             stage=stage,
-            retry_after_s=reported_retry_after_s(answer.headers),
+            retry_after_s=reported_retry_after_s(reply.headers),
         )
     denied = status in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}
     if denied and not request.clients_key:
@@ -372,7 +372,7 @@ def _error_of(answer: WholeReply, stage: Stage, request: Request, *, fetches: bo
             f"the {stage} instance rejected the proxy's API key", slug=f"{stage}_auth", stage=stage
         )
     if HTTPStatus.BAD_REQUEST <= status <= (MAX_STATUS if decodes else MAX_REJECTED_STATUS):
-        return UpstreamRejected(status, answer.body, stage=stage, headers=answer.headers)
+        return UpstreamRejected(status, reply.body, stage=stage, headers=reply.headers)
     return UpstreamFailed(
         f"the {stage} instance answered {status}",
         slug="decode_bad_response" if decodes else f"{stage}_failed",

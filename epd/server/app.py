@@ -56,7 +56,7 @@ from epd.request.kv_readback import Readbacks
 from epd.request.model_names import ModelNames
 from epd.request.pipeline import Pipeline
 from epd.request.placement import Placement
-from epd.request.prefill_decode import PrefillDecode
+from epd.request.prefill_decode import PrefillDecodeRunner
 from epd.request.quarantine import Quarantine
 from epd.request.releases import Releases
 from epd.request.stages import Stages
@@ -295,7 +295,7 @@ async def _pipeline(  # noqa: PLR0913, PLR0917 - its collaborators
     choices = Choices(table)
     by_content = "content" in {config.prefill_balance, config.decode_balance}
     async with aclosing(Releases(stages, transfer, fatal, choices)) as releases:
-        prefill_decode = PrefillDecode(
+        prefill_decode = PrefillDecodeRunner(
             table,
             choices,
             stages,

@@ -38,7 +38,7 @@ def operators() -> "Library":
     return library
 
 
-class Loader(SourceFileLoader):
+class OperatorLoader(SourceFileLoader):
     """Loader of torchvision that declares its operators first."""
 
     def exec_module(self, module: ModuleType) -> None:
@@ -53,12 +53,12 @@ class Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return torchvision's usual spec with the `Loader` of this module; None for others."""
+        """Return torchvision's usual spec with an `OperatorLoader`; None for other modules."""
         if fullname != "torchvision":
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.origin is not None:
-            spec.loader = Loader(fullname, spec.origin)
+            spec.loader = OperatorLoader(fullname, spec.origin)
         return spec
 
 

@@ -164,11 +164,11 @@ import sys, time
 from ec_store.arena import store as arena_store
 from ec_store.arena.store import ArenaStore
 from ec_store.arena.url import ArenaOptions
-from ec_store.engine.region import Handle, RegionReader
+from ec_store.engine.region import RegionHandle, RegionReader
 socket, number, path, size_bytes, token = sys.argv[1:]
 store = ArenaStore(ArenaOptions(socket, timeout_s=10), "reader")
 store.check()
-reader = RegionReader(Handle(path, int(size_bytes), bytes.fromhex(token)), int(number))
+reader = RegionReader(RegionHandle(path, int(size_bytes), bytes.fromhex(token)), int(number))
 reader.has_read(0)
 reader.has_mapped(store.connection.arena.name)
 sys.stdin.readline()

@@ -206,7 +206,7 @@ def test_a_region_outlives_a_killed_scheduler_and_leaves_nothing_behind() -> Non
         assert process.stdin
         assert process.stdout
         path, size, token, offset, length = process.stdout.readline().split()
-        handle = region_module.Handle(path, int(size), bytes.fromhex(token))
+        handle = region_module.RegionHandle(path, int(size), bytes.fromhex(token))
         reader = RegionReader(handle, 0)
         maps = Path(f"/proc/{process.pid}/maps").read_text()
         process.communicate("\n")
