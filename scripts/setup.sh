@@ -43,17 +43,16 @@ install() {
         --editable ./ec_store --editable "$packages" "$@"
 }
 
-# vLLM's CPU build requires these and starts without them: Triton (1 GB) has kernels for GPUs, and the other
-# two are built for a torch with CUDA. pip finds a name and a version, and downloads none of them.
-leave_out() {
-    local package folder
-    for package in triton torchaudio torchcodec; do
-        folder=$(echo "$venv"/lib/python3.*/site-packages)
-        [ ! -e "$folder/$package" ] || continue
-        mkdir -p "$folder/$package-99+cpu.dist-info"
-        printf 'Metadata-Version: 2.1\nName: %s\nVersion: 99+cpu\nSummary: left out\n' "$package" \
-            >"$folder/$package-99+cpu.dist-info/METADATA"
-    done
+# vLLM's CPU build requires Triton (1 GB), which has kernels for GPUs, and disables it without one. pip finds
+# its name and version, and does not download it.
+leave_out_triton() {
+    local site folder
+    site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    folder=triton-99+cpu.dist-info
+    [ ! -e "$site/triton" ] || return 0
+    mkdir -p "$site/$folder"
+    printf 'Metadata-Version: 2.1\nName: triton\nVersion: 99+cpu\nSummary: left out\n' >"$site/$folder/METADATA"
+    printf '%s\n' "$folder/METADATA,," "$folder/RECORD,," >"$site/$folder/RECORD"
 }
 
 # As of pip, nothing is said of files that are templates, or of another Python.
@@ -146,7 +145,7 @@ if [ "$part" != demo ]; then
 fi
 # Before ec-store was a distribution of its own, this one had its command, and would remove it now.
 [ -z "$found" ] || "$venv/bin/python" -m pip uninstall --quiet --yes epd-proxy 2>/dev/null
-leave_out
+leave_out_triton
 # Some machines know where torch's CPU build is; elsewhere its own index has it.
 install || install --extra-index-url "$torch_cpu_index"
 echo "installed after $((SECONDS - started)) s"
