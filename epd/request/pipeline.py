@@ -143,7 +143,8 @@ class Pipeline:
         target = Target() if early is None else await early.choose_target(attempt)
         attempt = attempt._replace(target=target)
         if attempt.encoded_items is not None and target.reads(earlier):
-            return attempt
+            # Without a consumer, the outputs stay where the earlier one reads them.
+            return attempt._replace(target=target._replace(host=earlier.host))
         if attempt.consumer_claims:  # of an earlier consumer, which reads elsewhere
             end_claims(attempt.consumer_claims, entries_coming=False)
         with target.consumer or nullcontext():

@@ -33,7 +33,7 @@ class Releases:
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def aclose(self) -> None:
-        """Wait for the releases in progress, at most `RELEASE_TIMEOUT_S`."""
+        """Wait for the releases in progress, at most as long as one may take."""
         tasks = [*self._tasks]
         if tasks:
             await asyncio.wait(tasks, timeout=self._timeout_s)

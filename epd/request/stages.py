@@ -222,7 +222,7 @@ class Stages:
     async def _read_whole(self, reply: Reply, request: Request, *, always_whole: bool) -> None:
         """Read an answer that is no stream, and count its bytes as they arrive.
 
-        Unless `always_whole`, one beyond `WHOLE_BYTES`, or without room, is read only in part.
+        Unless `always_whole`, one beyond the limit, or without room, is read only in part.
 
         Raises:
             ProxyError: it was cut off; or it must be whole, and is too large (502) or has no room

@@ -45,7 +45,7 @@ class Handover(NamedTuple):
 
 
 class Prefilled(NamedTuple):
-    """What a prefill that has ended hands to decode, and to the client's answer.
+    """What a prefill hands to decode and to the client's answer; empty until it has ended.
 
     Attributes:
         params: `kv_transfer_params` of the decode request; None for none.

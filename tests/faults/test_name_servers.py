@@ -146,6 +146,7 @@ async def test_media_on_silent_name_servers_disturb_no_other_request(
 
         system.hanging = "silent.test"
         monkeypatch.setattr(fetch, "HostNames", partial(names.HostNames, resolver_of=resolver_of))
+        monkeypatch.setattr(pool, "Addresses", renewing)
         config: dict[str, Any] = ALLOWED | {
             "allowed_media_domains": ",".join(hosts),
             "decode_servers_urls": (named(up.d.url),),

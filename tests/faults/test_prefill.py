@@ -356,7 +356,7 @@ async def test_a_release_is_sent_once_with_a_timeout(
         await until(lambda: fleet.d.calls)
         task.cancel()
 
-        await until(lambda: fleet.d.aborted == 2)
+        await until(lambda: fleet.d.aborted == 2, 3)
         await until(lambda: fleet.events.stages[-1].stage == "release")
         assert fleet.events.stages[-1].error == "release_timeout"
         assert len(fleet.d.calls) == 2
