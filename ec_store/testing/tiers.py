@@ -16,6 +16,7 @@ import pytest
 
 from ec_store import EntryInfo, EntryKey
 from ec_store.arena.tier import SharedTier, Tier
+from ec_store.entry import checksum
 from ec_store.testing.stores import (
     MALFORMED,
     EntriesContract,
@@ -41,6 +42,13 @@ class TierContract(EntriesContract[Tier]):
 
     def remove(self, handle: Tier, keys: Sequence[EntryKey]) -> int:
         return handle.remove([each.digest for each in keys])
+
+    def test_a_lookup_has_the_checksum_of_an_entry(self, handle: Tier) -> None:
+        handle.put(key(), sized(10))
+
+        [info] = handle.find([key().digest])
+        assert info is not None
+        assert info.checksum == checksum(sized(10).data)
 
     def test_a_lookup_of_many_keys(self, handle: Tier) -> None:
         keys = [key(str(number)) for number in range(300)]

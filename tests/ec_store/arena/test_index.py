@@ -251,6 +251,21 @@ def test_a_renewed_lease_takes_no_further_memory() -> None:
     assert len(index.leased(159)) == 0
 
 
+def test_an_entry_is_leased_again_after_its_lease_and_until_it_is_removed() -> None:
+    index, client = ArenaIndex(ExtentAllocator(2 * PAGE_BYTES, 2**20)), Client()
+    put(index, client, DIGESTS[0], 0)
+    index.lease([DIGESTS[0]], 1, 0)
+    assert not index.leased(2)
+    index.lease([DIGESTS[0]], 60, 3)
+    assert [slot.digest for slot in index.leased(4)] == [DIGESTS[0]]
+
+    put(index, client, DIGESTS[1], 4)
+    put(index, client, DIGESTS[2], 5)
+    assert [*map(bool, index.find(DIGESTS[:3], 6))] == [True, False, True]
+    index.delete([DIGESTS[0]])
+    assert not index.leased(7)
+
+
 def test_the_least_recently_used_entry_is_evicted() -> None:
     index = ArenaIndex(ExtentAllocator(3 * PAGE_BYTES, 2**20))
     index.trial.by_worth = False

@@ -277,7 +277,7 @@ async def test_a_host_has_half_of_the_connections(
 async def test_a_connection_without_a_first_request_is_closed(path: Path) -> None:
     async with remote_host(path, hello_s=0.05) as host:
         reader, writer = await asyncio.open_connection("127.0.0.1", host.port)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(3):
             assert await reader.read() == b""
         writer.close()
         await ended(host)
@@ -349,7 +349,7 @@ async def test_bytes_without_tls_end_their_connection_alone(path: Path, tmp_path
                 with pytest.raises(StoreUnavailable):
                     await plain.check()
             await store.check()
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(3):
                 while len(host.remote._sessions) > 1:  # noqa: ASYNC110, SLF001
                     await asyncio.sleep(0.01)
             silent.close()

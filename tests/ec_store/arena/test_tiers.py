@@ -175,7 +175,13 @@ def test_encode_seconds_are_known_when_an_entry_comes_back(
     host.store.put(key(), replace(sized(MIB // 2), encode_s=2.0))
     host.store.lease([key()], 0.001)
     host.until(name, sent=1)
-    host.store.put(key("large"), sized(MIB - 8192))
+
+    def has_room() -> bool:
+        with suppress(StoreUnavailable):  # while the other entry is sent, or its checksum computed
+            return host.store.put(key("large"), sized(MIB - 8192))
+        return False
+
+    wait_for(has_room)
     host.until(name, sent=sent)  # it cannot be evicted while it is being sent
 
     for _ in range(2):
