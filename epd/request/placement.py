@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from epd.policies.policy import ItemFacts, ItemPlace, ItemRule
 from epd.request.encode_job import EncodeJob, MissingItem
-from epd.routing.forecast import Forecast
+from epd.routing.forecast import Forecast, consumer_load
 from epd.routing.instances import Role
 from epd.routing.store_access import StoreAccess
 from epd.routing.table import InstanceTable
@@ -77,7 +77,10 @@ class Placement:
         self, job: EncodeJob, rule: ItemRule, items: Sequence[MissingItem]
     ) -> list[MissingItem]:
         """Place items by a rule. Each one then counts in the forecast of the next."""
-        forecast = self._forecast(job)
+        target = job.attempt.target
+        forecast = Forecast(self._table, target.fits)
+        consumer = None if target.consumer is None else target.consumer.instance
+        requests, left_tokens = consumer_load(self._table, consumer)
         consumers_write = self._access.consumers_write()
         placed_items: list[MissingItem] = []
         for each in items:
@@ -96,13 +99,13 @@ class Placement:
                     stored=consumers_write and each.entry_key is not None,
                     encode_s=queue.finish_s(tokens) if queue is not None and measured else None,
                     own_s=tokens * token_s,
-                    consumer_queue_s=forecast.consumer_tokens * token_s,
-                    consumer_requests=forecast.consumer_requests,
+                    consumer_queue_s=left_tokens * token_s,
+                    consumer_requests=requests,
                 )
             )
             first_url = None
             if place.at_consumer:
-                forecast.leave_item(tokens)
+                left_tokens += tokens
             elif queue is not None:
                 queue.add_item(tokens)
                 if measured and place.soonest:
@@ -121,7 +124,7 @@ class Placement:
         tokens = sum([each.tokens for each in items if not each.at_consumer])
         if not tokens:
             return items
-        forecast = self._forecast(job)
+        forecast = Forecast(self._table, job.attempt.target.fits)
         timeout_s = job.attempt.request.config.encode_timeout_s
         limit_s = FITS_SHARE * timeout_s / (2 if forecast.several else 1)
         if forecast.longest_s(tokens) <= limit_s:
@@ -137,11 +140,6 @@ class Placement:
                     queue.add_item(each.tokens)
             placed_items.append(each._replace(place=place))
         return placed_items
-
-    def _forecast(self, job: EncodeJob) -> Forecast:
-        target = job.attempt.target
-        consumer = None if target.consumer is None else target.consumer.instance
-        return Forecast(self._table, consumer, target.fits)
 
 
 def _forced_place(job: EncodeJob, hits: Iterable[EncodedItem]) -> ItemPlace | None:

@@ -40,22 +40,12 @@ class Forecast:
 
     Attributes:
         token_s: mean time of each token at the encode instances; None if none is known.
-        consumer_requests: number of requests that wait or run at an engine of the consumer.
-        consumer_tokens: tokens of items that an engine of the consumer encodes for this proxy,
-            items of this request included.
     """
 
     def __init__(
-        self,
-        table: InstanceTable,
-        consumer: Instance | None = None,
-        fits: Callable[[Instance], bool] | None = None,
+        self, table: InstanceTable, fits: Callable[[Instance], bool] | None = None
     ) -> None:
-        """Forecast by the present load, for a consumer that has a place for the request.
-
-        Without a consumer it is the one with the lowest load. `fits` tells which encode instances
-        can serve the request; None for all.
-        """
+        """Forecast by the present load of the encode instances that fit; None: all do."""
         usable = [
             (candidate.instance, candidate.load)
             for candidate in table.usable_candidates(Role.ENCODE)
@@ -64,7 +54,6 @@ class Forecast:
         self.token_s = mean_token_s([load for _, load in usable])
         usual_s = ASSUMED_S if self.token_s is None else self.token_s
         self._queues = [EncodeQueue(*candidate, usual_s) for candidate in usable]
-        self.consumer_requests, self.consumer_tokens = _consumer_load(table, consumer)
 
     def best_queue(self, tokens: int, key: str) -> EncodeQueue | None:
         """Return the queue in which an item is encoded first; None without an instance.
@@ -94,12 +83,12 @@ class Forecast:
     def several(self) -> bool:
         return len(self._queues) > 1
 
-    def leave_item(self, tokens: int) -> None:
-        self.consumer_tokens += tokens
 
+def consumer_load(table: InstanceTable, consumer: Instance | None) -> tuple[float, float]:
+    """Return the requests and the encoder tokens of this proxy at an engine of a consumer.
 
-def _consumer_load(table: InstanceTable, consumer: Instance | None) -> tuple[float, float]:
-    """Return the requests and the encoder tokens at an engine of the consumer."""
+    The consumer has a place for the request; None for the one with the lowest load.
+    """
     loads: Sequence[Load] = [
         candidate.load
         for candidate in table.usable_candidates(*CONSUMERS)

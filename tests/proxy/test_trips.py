@@ -131,7 +131,7 @@ async def answered(fleet: Fleet, body: dict[str, Any]) -> None:
     ("start", "most"),
     [
         (text_e_pd, Trip(49, 226, 48)),
-        (picture_e_p_d, Trip(78, 466, 77)),
+        (picture_e_p_d, Trip(78, 461, 77)),
         (picture_hit, Trip(73, 381, 69)),
     ],
 )

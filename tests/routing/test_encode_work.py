@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from epd.errors import UpstreamUnreachable
 from epd.routing.encode_work import EXPIRES_AFTER_S, EncodeWork
-from epd.routing.forecast import Forecast, encode_work_s, mean_token_s
+from epd.routing.forecast import Forecast, consumer_load, encode_work_s, mean_token_s
 from epd.routing.instances import Instance, Role
 from epd.routing.reports import Report
 from epd.routing.table import InstanceTable, Work
@@ -209,26 +209,18 @@ def test_no_encode_instance_has_no_queue() -> None:
 
 def test_consumer_counts_its_requests_and_its_local_items() -> None:
     table = InstanceTable([E1, PD])
-    forecast = Forecast(table)
+    assert consumer_load(table, None) == (0, 0)
     with table.track_request(PD, work=Work(encode_tokens=300)), table.track_request(PD):
-        busy, chosen = Forecast(table), Forecast(table, PD)
-    busy.leave_item(50)
-
-    assert (forecast.consumer_requests, forecast.consumer_tokens) == (0, 0)
-    assert (busy.consumer_requests, busy.consumer_tokens) == (2, 350)
-    assert (chosen.consumer_requests, chosen.consumer_tokens) == (
-        1,
-        300,
-    )  # the request's own place is not another request
+        assert consumer_load(table, None) == (2, 300)
+        # The request's own place is not another request.
+        assert consumer_load(table, PD) == (1, 300)
 
 
 def test_consumer_with_ranks_counts_by_engine() -> None:
     ranks = Instance(Role.PREFILL_DECODE, "http://pd:1", dp_size=4)
     table = InstanceTable([ranks])
     with table.track_request(ranks, work=Work(encode_tokens=400)):
-        forecast = Forecast(table)
-
-    assert (forecast.consumer_requests, forecast.consumer_tokens) == (0.25, 100)
+        assert consumer_load(table, None) == (0.25, 100)
 
 
 def test_local_encode_ends_with_the_answer() -> None:

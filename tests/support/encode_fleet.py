@@ -133,18 +133,28 @@ class EncodeFleet:
 
     def place_item(self, tokens: int) -> MissingItem:
         """Return a picture of this many tokens with its place, of a request that arrives now."""
-        item = MMItem(
-            ("messages", 0, "content", 0),
-            "image_url",
-            image(),
-            content_key="key",
-            pixels=tokens * PIXELS_PER_TOKEN,
-        )
-        request = Request("r", {}, CONFIG, body={"model": "m"}, items=[item])
-        job = EncodeJob(Attempt(request, Course(items=self.rule), []))
-        missing = MissingItem(item, None, EntryKey("n", "key"), predict_tokens(item))
-        [placed] = self._placement.place_items(job, [missing])
+        [placed] = self.place_items(tokens)
         return placed
+
+    def place_items(self, *tokens: int) -> Sequence[MissingItem]:
+        """Return pictures of so many tokens with their places, of one request that arrives now."""
+        items = [
+            MMItem(
+                ("messages", 0, "content", number),
+                "image_url",
+                image(),
+                content_key=f"key-{number}",
+                pixels=each * PIXELS_PER_TOKEN,
+            )
+            for number, each in enumerate(tokens)
+        ]
+        request = Request("r", {}, CONFIG, body={"model": "m"}, items=items)
+        job = EncodeJob(Attempt(request, Course(items=self.rule), []))
+        missing = [
+            MissingItem(item, None, EntryKey("n", item.identity), predict_tokens(item))
+            for item in items
+        ]
+        return self._placement.place_items(job, missing)
 
     def _encoded(self, asked: Asked, using: InFlight) -> None:
         using.end_request()
