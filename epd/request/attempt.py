@@ -53,16 +53,17 @@ class Target(NamedTuple):
         """Where it reads outputs: its namespace, and the address of its host's server."""
         return self.namespace, None if self.host is None else self.host.address
 
-    def reads(self, earlier: "Target") -> bool:
-        """Return whether outputs made for an earlier target are usable.
+    def with_outputs_of(self, earlier: "Target") -> "Target | None":
+        """Return this target as the reader of an earlier one's outputs; None if it cannot be.
 
-        Without a consumer, they are usable on any host. A pushed output is usable only once.
+        A consumer reads them only in the same place. Without one they stay where they are. A pushed
+        output is usable only once.
         """
         if self.pushed:
-            return False
-        if self.consumer is not None:
-            return self.place == earlier.place
-        return self.namespace == earlier.namespace
+            return None
+        if self.consumer is None:
+            return self._replace(host=earlier.host) if self.namespace == earlier.namespace else None
+        return self if self.place == earlier.place else None
 
 
 class SendForm(IntEnum):
@@ -98,7 +99,7 @@ class Attempt(NamedTuple):
         without_prefill: whether decode does prefill's work.
         encoded_items: an encoder output for each item, from this attempt or an earlier one; None
             before the first encode.
-        target: receiver for which they were encoded.
+        target: receiver of the outputs; its place is where they are.
         prompt: what prefill and decode are sent; `NO_PROMPT` before the items are encoded.
     """
 

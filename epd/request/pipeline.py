@@ -141,10 +141,10 @@ class Pipeline:
         """
         request, early, earlier = attempt.request, self._early_choice, attempt.target
         target = Target() if early is None else await early.choose_target(attempt)
+        reader = None if attempt.encoded_items is None else target.with_outputs_of(earlier)
+        if reader is not None:
+            return attempt._replace(target=reader)
         attempt = attempt._replace(target=target)
-        if attempt.encoded_items is not None and target.reads(earlier):
-            # Without a consumer, the outputs stay where the earlier one reads them.
-            return attempt._replace(target=target._replace(host=earlier.host))
         if attempt.consumer_claims:  # of an earlier consumer, which reads elsewhere
             end_claims(attempt.consumer_claims, entries_coming=False)
         with target.consumer or nullcontext():
